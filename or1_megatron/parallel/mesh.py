@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from or1_megatron.config.schema import ParallelConfig
-from or1_megatron.runtime.world import bind_near, choose_gloo_interface
+from or1_megatron.runtime.world import bind_near, choose_gloo_interface, share_gloo_thread
 
 _START_UP_S = 4 * 3600.0
 
@@ -106,6 +106,7 @@ def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> 
         if "RANK" not in os.environ:
             world = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     choose_gloo_interface()
+    share_gloo_thread()
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **world)
 
 

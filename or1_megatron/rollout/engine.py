@@ -35,6 +35,7 @@ from or1_megatron.rollout.request_plan import request_digest
 from or1_megatron.runtime.host_memory import return_large_blocks
 from or1_megatron.runtime.imports import quick_imports
 from or1_megatron.runtime.timeline import span
+from or1_megatron.runtime.world import share_gloo_thread
 from or1_megatron.types import Completion, Float32Array, Int32Array, Request, RoutedExperts, VersionSpan
 
 WORKER_EXTENSION = "or1_megatron.rollout.worker.WorkerExtension"
@@ -144,6 +145,7 @@ class VllmEngine:
             if settings.config.tensor_parallel == 1:  # or the worker is another process
                 from vllm.v1.worker import gpu_worker  # noqa: F401  # the base of all workers, which vLLM imports later
 
+        share_gloo_thread()
         wait_without_spinning()
         pass_rows_as_bytes()
         self._settings = settings

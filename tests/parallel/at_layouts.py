@@ -58,7 +58,7 @@ def compare_and_export(cases: dict[str, dict[str, Any]], folder: Path) -> dict[s
 
 
 def end_layout() -> None:
-    """Free the process groups of the earlier layout. Each has threads of gloo, which wake a hundred times a second."""
+    """Free the process groups of the earlier layout, whose sockets and threads would add up."""
     dist.barrier()
     for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)

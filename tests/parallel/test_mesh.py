@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,3 +36,14 @@ def test_a_mesh_makes_no_gloo_group_that_nobody_uses() -> None:
     That its optimizers and our checkpoints do without is what test_checkpoint and test_resume show.
     """
     assert ranks.call(gloo_groups, 4)[0] == [4, 2, 2]
+
+
+def gloo_threads() -> list[str]:
+    build_mesh(ParallelConfig(ranks=4, tensor=2), seed=1)
+    names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if name.startswith("gloo")]
+
+
+def test_one_thread_serves_all_gloo_groups_of_a_rank() -> None:
+    """The thread's name is gloo's own. Without sharing, a rank has one such thread for each group."""
+    assert ranks.call(gloo_threads, 4) == [["gloo_tcp_loop"]] * 4
