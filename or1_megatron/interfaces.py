@@ -221,15 +221,15 @@ class Rollouts(Protocol):
 
     def trained(self) -> None:
         """Report that the policy has trained on the collected groups; ``finished_responses`` then omits them. The
-        unused responses of ``reuse`` are dropped too, unless a rollout that is not ``urgent`` is under way."""
+        unused responses of ``restore_responses`` are dropped too, unless a rollout that is not ``urgent`` is under way."""
 
     def finished_responses(self) -> bytes:
         """Return, packed (``runtime.message``), the finished responses that are not yet trained on; empty if none.
 
         These are sampled responses of rollouts under way, collected responses until ``trained`` is called, and unused
-        responses of ``reuse``. Responses of ``urgent`` rollouts are left out."""
+        responses of ``restore_responses``. Responses of ``urgent`` rollouts are left out."""
 
-    def reuse(self, responses: bytes, version: int | None = None) -> None:
+    def restore_responses(self, responses: bytes, version: int | None = None) -> None:
         """Answer later requests with these responses instead of sampling again. A response answers a request that has
         the same problem, prompt, sampling and seed. ``urgent`` rollouts always sample. ``version``: use only responses
         whose tokens were all sampled by this version of the weights."""

@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.interfaces import Stopped
-from or1_megatron.rollout.cluster import ASK_EVERY_S, check_ray, namespace, wait_for
+from or1_megatron.rollout.cluster import CHECK_EVERY_S, check_ray, namespace, wait_for
 from or1_megatron.rollout.engine_pool import START_S, EnginePool
 from or1_megatron.rollout.manager import ANSWER_S, ManagerActor, RolloutError
 from or1_megatron.rollout.ray_errors import failure_of
@@ -47,7 +47,7 @@ class _Asked:
 class RolloutsClient:
     """Implements ``interfaces.Rollouts`` with the manager actor. Every wait has a deadline.
 
-    After ``revive_with`` was called, a manager that dies is replaced. The engines abort their requests. The new manager
+    After ``allow_restarts`` was called, a manager that dies is replaced. The engines abort their requests. The new manager
     takes the engines' finished responses, and requests the rest of the rollouts under way with the same seeds.
     """
 
@@ -89,7 +89,7 @@ class RolloutsClient:
         self._on_restart: Callable[[str], None] = lambda reason: None
         self._in_turns = False
 
-    def revive_with(
+    def allow_restarts(
         self,
         revive: Callable[[], None],
         on_restart: Callable[[str], None] = lambda reason: None,
@@ -98,16 +98,16 @@ class RolloutsClient:
         """From now on, replace dead engines and a dead manager instead of ending the wait with an error.
 
         Args:
-            revive: replaces lost engines and calls ``rejoin``. Until then other engines sample the lost ones' requests.
+            revive: replaces lost engines and calls ``engines_restarted``. Until then other engines sample the lost ones' requests.
             on_restart: called with the reason when the manager is replaced.
             in_turns: engines and trainer use the same GPUs in turns, so that no engine may decode during ``revive``.
                 Then the engines abort all requests first, and another manager requests them again.
         """
         self._revive, self._on_restart, self._in_turns = revive, on_restart, in_turns
 
-    def rejoin(self, engines: Sequence[Any]) -> None:
+    def engines_restarted(self, engines: Sequence[Any]) -> None:
         """Give the manager the handles of all engines, after some engines were replaced and serve again."""
-        self._call("rejoin", list(engines))
+        self._call("engines_restarted", list(engines))
 
     def roll_out(
         self,
@@ -237,9 +237,9 @@ class RolloutsClient:
         except RayError as error:
             raise RolloutError(f"the RolloutManager did not answer '{method}': {failure_of(error)}") from error
 
-    def _engines_lost(self) -> Mapping[int, str]:
+    def _lost_engines(self) -> Mapping[int, str]:
         try:
-            lost: Mapping[int, str] = self._call("engines_lost", timeout_s=_PROGRESS_S)
+            lost: Mapping[int, str] = self._call("lost_engines", timeout_s=_PROGRESS_S)
         except RolloutError:
             return {}  # asked again soon; the manager's own death ends the wait
         return lost
@@ -268,8 +268,8 @@ class RolloutsClient:
         while not ray.wait([call], timeout=_STOP_POLL_S)[0]:
             if self._stop():
                 raise Stopped("rollout abandoned: the run has been asked to stop")
-            check_ray(ASK_EVERY_S)
-            if lost := self._engines_lost():
+            check_ray(CHECK_EVERY_S)
+            if lost := self._lost_engines():
                 if self._revive is None:
                     died = (f"engine {index} died during the rollout: {why}" for index, why in lost.items())
                     raise RolloutError("; ".join(died))
@@ -285,7 +285,7 @@ class RolloutsClient:
         """Replace the lost manager, and let the new one request the rollouts under way again.
 
         Raises:
-            RolloutError: ``revive_with`` was not called, or the manager was replaced too often within one rollout.
+            RolloutError: ``allow_restarts`` was not called, or the manager was replaced too often within one rollout.
             RayLost: Ray is lost too.
         """
         if self._revive is None or self._restarts_left == 0 or self._stop():

@@ -31,7 +31,7 @@ _OBJECT_STORE_BYTES = 128 << 20  # completions and verdicts only; weights never 
 _REAP_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
 _ALIVE_TIMEOUT_S = 30.0  # deadline for an answer of Ray's own processes, which need a core
-ASK_EVERY_S = 5.0
+CHECK_EVERY_S = 5.0
 """How often a long wait checks that Ray lives."""
 _START_PATIENCE_S = 300.0
 START_WAITS = {
@@ -56,7 +56,7 @@ _SETTINGS_TYPE = b"\x04"
 logger = logging.getLogger(__name__)
 
 _services: dict[str, str] = {}  # Ray's head and this node's raylet: "host:port"
-_asked_s = 0.0  # when the services were asked last
+_checked_s = 0.0  # when the services were asked last
 
 
 class ClusterError(UserError, RuntimeError):
@@ -175,10 +175,10 @@ def check_ray(every_s: float = 0.0) -> None:
     Raises:
         RayLost: the head or the raylet does not answer.
     """
-    global _asked_s
-    if time.monotonic() - _asked_s < every_s:
+    global _checked_s
+    if time.monotonic() - _checked_s < every_s:
         return
-    _asked_s = time.monotonic()
+    _checked_s = time.monotonic()
     for name, address in _services.items():
         try:
             speaks_ray = _speaks_grpc(address, _ALIVE_TIMEOUT_S)
@@ -197,8 +197,8 @@ def wait_for(calls: Sequence[Any], timeout_s: float) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = max(0.0, deadline - time.monotonic())
-        done, _ = ray.wait(list(calls), num_returns=1, timeout=min(left_s, ASK_EVERY_S))
-        if done or left_s <= ASK_EVERY_S:
+        done, _ = ray.wait(list(calls), num_returns=1, timeout=min(left_s, CHECK_EVERY_S))
+        if done or left_s <= CHECK_EVERY_S:
             return list(done)
         check_ray()
 

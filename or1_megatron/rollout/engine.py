@@ -12,7 +12,7 @@ to a fresh engine give the same tokens on CPU.
 
 Weights: an engine serves one certified version, or nothing. From ``start_weight_update`` on all requests wait, also the
 requests in flight. After ``finish_weight_update`` the engine answers ``score_prompts``, with which the trainer checks
-the weights, and ``certify`` makes the engine serve these weights.
+the weights, and ``resume_generation`` makes the engine serve these weights.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ class VllmEngine:
         self._llm.init_weight_transfer_engine({"init_info": {**init_info, "engine_index": self._settings.index}})
 
     def start_weight_update(self) -> None:
-        """Begin a weight update. Nothing is decoded until ``certify``. An unfinished earlier update is given up."""
+        """Begin a weight update. Nothing is decoded until ``resume_generation``. An unfinished earlier update is given up."""
         if self._serving and not self._asleep and self._probed is not None:
             # Put the probe's tokens into the prefix cache: if it outlives the update, the next probe finds them stale.
             self._score_last(self._probed)
@@ -361,7 +361,7 @@ class VllmEngine:
             )
         self._updating = False
 
-    def certify(self, version: int) -> None:
+    def resume_generation(self, version: int) -> None:
         """Serve the weights, which the trainer has checked to be ``version``."""
         if self._updating or version != self.version:
             held = "a mixture" if self._updating else f"version {self.version}"

@@ -55,9 +55,9 @@ class EngineGroup:
     def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[list[Float32Array]]:
         return self._call("score_prompts", list(token_ids))
 
-    def certify(self, version: int) -> None:
+    def resume_generation(self, version: int) -> None:
         """Let the engines serve their weights, which are proven to be ``version``."""
-        self._call("certify", version)
+        self._call("resume_generation", version)
 
     def sleep(self) -> None:
         self._call("sleep")
@@ -69,7 +69,7 @@ class EngineGroup:
         return gather([handle.call.remote(method, *args) for handle in self._handles], self._timeout_s, method)
 
 
-def lost_engines(handles: Sequence[Any]) -> dict[int, str]:
+def find_lost_engines(handles: Sequence[Any]) -> dict[int, str]:
     """Return, by index, why an engine will never answer again. Waits at most ``_ANSWER_S`` seconds."""
     calls = [handle.failure.remote() for handle in handles]
     ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_S)

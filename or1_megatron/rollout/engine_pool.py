@@ -1,7 +1,7 @@
 """Starts, replaces and ends the run's engines. Each engine is a Ray actor with its own environment, node and GPUs.
 
 A lost engine is noticed by the RolloutManager (an actor that is dead, or does not answer), by ``engine_group`` in a
-handoff, or by ``runtime.watchdog``, which kills a process that hangs. ``restart_lost`` then replaces it."""
+handoff, or by ``runtime.watchdog``, which kills a process that hangs. ``restart_lost_engines`` then replaces it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.cluster import check_ray, namespace
 from or1_megatron.rollout.engine_args import refusals
-from or1_megatron.rollout.engine_group import EngineError, EngineGroup, gather, lost_engines
+from or1_megatron.rollout.engine_group import EngineError, EngineGroup, gather, find_lost_engines
 from or1_megatron.rollout.engine_thread import LINGER_S
 from or1_megatron.rollout.gpus import KEEP_DEVICES
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
@@ -75,7 +75,7 @@ class EngineActor:
     def submit(self, requests: bytes, caller: int = 0) -> None:
         """Submit a packed list of Request (``runtime.message``). It is packed because Ray's cost is per array.
 
-        ``caller``: the number of the calling manager (``EngineThread.recall``), here and in the other methods.
+        ``caller``: the number of the calling manager (``EngineThread.switch_manager``), here and in the other methods.
         """
         self._thread.call_for(caller, lambda engine: engine.submit(unpack(requests)), None)
 
@@ -87,12 +87,12 @@ class EngineActor:
         """Return the Harvest of ``EngineThread.harvest``, packed."""
         return pack(self._thread.harvest(wait_s, linger_s, keep, caller))
 
-    def recall(self, caller: int) -> bytes:
+    def switch_manager(self, caller: int) -> bytes:
         """Abort a dead manager's requests; return the finished completions, packed, to the new manager ``caller``."""
-        return pack(self._thread.recall(caller))
+        return pack(self._thread.switch_manager(caller))
 
-    def release(self, seeds: Sequence[int]) -> None:
-        self._thread.release(seeds)
+    def forget(self, seeds: Sequence[int]) -> None:
+        self._thread.forget(seeds)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the VllmEngine by name."""
@@ -179,7 +179,7 @@ class EnginePool:
                 if fault:
                     log.warning("engine %d: %s", index, fault)
 
-    def restart_lost(self, make_room: Callable[[], None] = lambda: None) -> list[int]:
+    def restart_lost_engines(self, make_room: Callable[[], None] = lambda: None) -> list[int]:
         """Replace the engines that have died, failed or stopped answering, and return their indices.
 
         The new engines are up but have no weights. ``make_room`` is called before an engine is started.
@@ -189,7 +189,7 @@ class EnginePool:
             RayLost: Ray is lost too.
         """
         restarted: set[int] = set()
-        while lost := lost_engines(self.handles):
+        while lost := find_lost_engines(self.handles):
             check_ray()
             make_room()
             for index, reason in lost.items():
@@ -199,7 +199,7 @@ class EnginePool:
             try:
                 self.wait_ready()
             except EngineError:
-                if not lost_engines(self.handles):
+                if not find_lost_engines(self.handles):
                     raise
         return sorted(restarted)
 

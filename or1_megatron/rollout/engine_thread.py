@@ -67,7 +67,7 @@ class EngineThread:
         return future.result()
 
     def call_for(self, caller: int, function: Callable[[Any], T], otherwise: T) -> T:
-        """Run ``call`` for a manager's number; return ``otherwise`` if ``recall`` has replaced this manager."""
+        """Run ``call`` for a manager's number; return ``otherwise`` if ``switch_manager`` has replaced this manager."""
         return self.call(lambda engine: otherwise if caller < self._caller else function(engine))
 
     def harvest(self, wait_s: float, linger_s: float = LINGER_S, keep: bool = False, caller: int = 0) -> Harvest:
@@ -75,8 +75,8 @@ class EngineThread:
 
         Args:
             linger_s: how long to wait for further completions after the first.
-            keep: keep the completions until ``release``, so that ``recall`` returns them again.
-            caller: the number of the calling manager. A manager that ``recall`` has replaced gets no completions.
+            keep: keep the completions until ``forget``, so that ``switch_manager`` returns them again.
+            caller: the number of the calling manager. A manager that ``switch_manager`` has replaced gets no completions.
 
         Raises:
             EngineFailed: the engine has failed.
@@ -97,7 +97,7 @@ class EngineThread:
                 self._kept.update((completion.seed, completion) for completion in harvest.completions)
             return harvest
 
-    def recall(self, caller: int) -> list[Completion]:
+    def switch_manager(self, caller: int) -> list[Completion]:
         """Abort the requests of a dead manager, and return the finished completions that were not released.
 
         Args:
@@ -117,7 +117,7 @@ class EngineThread:
             self._completions, self._busy_s = [], 0.0
             return list(self._kept.values())
 
-    def release(self, seeds: Iterable[int]) -> None:
+    def forget(self, seeds: Iterable[int]) -> None:
         """Forget kept completions, which nobody will ask for again."""
         with self._state:
             for seed in seeds:

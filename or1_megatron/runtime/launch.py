@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from or1_megatron.errors import PART_LOST, STOPPED, USER_ERROR
 from or1_megatron.runtime.nodes import Nodes
-from or1_megatron.runtime.signals import LAUNCH_MARK, asked_by_signals
+from or1_megatron.runtime.signals import LAUNCH_MARK, signals_handled_by
 from or1_megatron.runtime.watchdog import Watchdog
 
 KILL_MARGIN_S: Final = 30.0
@@ -48,7 +48,7 @@ class Ended:
     code: int
     """The exit code for the shell: 0; or the code of the rank that failed first (128 + n if signal n killed the rank);
     or 128 + n if signal n stopped the launcher."""
-    asked: bool
+    stop_requested: bool
     """Whether a signal had asked the launcher to stop."""
     rank_code: int = 0
     """The exit code of the rank that failed first: -n if signal n killed the rank; 0: no rank failed."""
@@ -60,7 +60,7 @@ def run_ranks(module: str, arguments: Sequence[str], *, ranks: int, grace_s: flo
     """Run ``launch`` and return the shell's exit code. If the ranks failed at their ``task``, also print how."""
     ended = launch(module, arguments, ranks=ranks, grace_s=grace_s)
     # After a UserError more lines would bury the rank's own message.
-    if ended.rank_code not in (0, USER_ERROR) and not ended.asked:
+    if ended.rank_code not in (0, USER_ERROR) and not ended.stop_requested:
         print(f"or1: {task} stopped: {ended.how}.", file=sys.stderr)
     return ended.code
 
@@ -93,10 +93,10 @@ def launch(
     for name in _AGENT_LOGGERS:  # _failed and node 0 say in one line how a rank ended
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     options = [*_meeting(nodes), "--nproc-per-node", str(ranks), "--max-restarts", "0"]
-    # torchrun must handle at least one signal, but none of ASKS.
+    # torchrun must handle at least one signal, but none of LAUNCHER_STOP_SIGNALS.
     options += ["--signals-to-handle", "SIGQUIT", "--monitor-interval", "0.1"]
-    watched = nullcontext() if nodes is None else nodes.watched(supervisor.ask, supervisor.kill)
-    with asked_by_signals(supervisor.on_signal):
+    watched = nullcontext() if nodes is None else nodes.watched(supervisor.terminate, supervisor.kill)
+    with signals_handled_by(supervisor.on_signal):
         try:
             with watched:
                 torchrun.run(torchrun.parse_args([*options, "-m", "or1_megatron.runtime.rank", module, *arguments]))
@@ -125,7 +125,7 @@ def _first_of_all(nodes: Nodes | None, ended: Ended) -> Ended:
     """Return how the first rank of all nodes failed. ``ended``: how this node's ranks ended."""
     if nodes is None:
         return ended
-    if ended.asked:  # the other nodes must not begin again
+    if ended.stop_requested:  # the other nodes must not begin again
         nodes.first_failure(STOPPED, ended.code, ended.how)
         return ended
     rank_code, code, how = nodes.first_failure(ended.rank_code, ended.code, ended.how)
@@ -167,7 +167,7 @@ class _Supervisor:
         if first:
             threading.Thread(target=self._enforce, name="launch-grace", daemon=True).start()
 
-    def ask(self) -> None:
+    def terminate(self) -> None:
         """Ask the ranks to end because a rank of another node has failed, as torchrun's agent does on this node.
 
         Ranks that are saving after a stop signal are left alone, because a second signal would stop them.

@@ -182,11 +182,11 @@ class Nodes:
         return int(codes[0]), int(codes[1]), codes[2]
 
     @contextmanager
-    def watched(self, ask_ranks: Callable[[], None], kill_ranks: Callable[[], object]) -> Iterator[None]:
-        """During the block, a thread calls ``ask_ranks`` once the attempt has failed on another node, and
+    def watched(self, terminate_ranks: Callable[[], None], kill_ranks: Callable[[], object]) -> Iterator[None]:
+        """During the block, a thread calls ``terminate_ranks`` once the attempt has failed on another node, and
         ``kill_ranks`` if the block still runs ``_GRACE_S`` later."""
         over = threading.Event()
-        watch = threading.Thread(target=self._watch, args=(over, ask_ranks, kill_ranks), name="nodes", daemon=True)
+        watch = threading.Thread(target=self._watch, args=(over, terminate_ranks, kill_ranks), name="nodes", daemon=True)
         watch.start()
         try:
             yield
@@ -213,7 +213,7 @@ class Nodes:
         while not self._store.check([f"left/{node}" for node in range(1, self.count)]) and time.monotonic() < give_up:
             time.sleep(_POLL_S)
 
-    def _watch(self, over: threading.Event, ask_ranks: Callable[[], None], kill_ranks: Callable[[], object]) -> None:
+    def _watch(self, over: threading.Event, terminate_ranks: Callable[[], None], kill_ranks: Callable[[], object]) -> None:
         beats: dict[int, tuple[bytes, float]] = {}
         count = 0
         while not over.wait(_LOOK_S):
@@ -224,7 +224,7 @@ class Nodes:
             except dist.DistError:
                 failed = True  # node 0's launcher is gone
             if failed:
-                ask_ranks()
+                terminate_ranks()
                 if not over.wait(_GRACE_S):
                     kill_ranks()
                 return

@@ -20,7 +20,7 @@ from or1_megatron.errors import STOPPED, USER_ERROR
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.launch import Ended
 from or1_megatron.runtime.run_folder import RunFolder, step_of
-from or1_megatron.runtime.signals import asked_by_signals
+from or1_megatron.runtime.signals import signals_handled_by
 
 PAUSES_S: Final = (0.0, 5.0, 25.0)
 """Pauses before the restarts in a row; the last pause is also for all later restarts."""
@@ -55,7 +55,7 @@ class Restarts:
 
         A signal during a pause raises SystemExit. Main thread only.
         """
-        with signals_leave():
+        with exit_on_signals():
             return self._attempts(launch)
 
     def _attempts(self, launch: Callable[[], Ended]) -> int:
@@ -65,7 +65,7 @@ class Restarts:
         while True:
             started_s = time.time()
             ended = launch()
-            if ended.asked or ended.rank_code in (0, USER_ERROR, STOPPED):
+            if ended.stop_requested or ended.rank_code in (0, USER_ERROR, STOPPED):
                 return ended.code
             step = self._last_step()
             if step > furthest:
@@ -116,9 +116,9 @@ class Restarts:
         return max(self._folder.recorded_steps(), default=-1)
 
 
-def signals_leave() -> AbstractContextManager[None]:
+def exit_on_signals() -> AbstractContextManager[None]:
     """Let stop signals raise SystemExit within the block, except while ``launch`` handles them. Main thread only."""
-    return asked_by_signals(_leave)
+    return signals_handled_by(_leave)
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:

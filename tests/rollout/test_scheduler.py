@@ -158,7 +158,7 @@ class Turmoil:
         if lost:
             back = lost[: int(self.rng.integers(1, len(lost) + 1))]
             self.forget(set(back))
-            self.perform(self.scheduler.rejoin(back))
+            self.perform(self.scheduler.engines_restarted(back))
 
     def answer_late(self) -> None:
         if self.late:
@@ -245,6 +245,6 @@ def test_an_answer_to_what_was_not_asked() -> None:
         scheduler.judged(ticket, judge.key, Verdict(1.0, "right", "", "", 0.0))
     (again,) = scheduler.lose(1)
     assert again == Submit(0, [sent[1]]) and scheduler.finished(1, [answer(sent[1], 1)]) == []
-    assert scheduler.at(ticket).given == 2
+    assert scheduler.at(ticket).sent == 2
     with pytest.raises(ValueError, match="gives two requests the same seed"):
         scheduler.begin(prompts(2), 1, SAMPLING, 1)

@@ -117,7 +117,7 @@ class Comparison:
         """Fill the engine's prefix cache, and hand off the policy's weights as a run does; this must drop the cache."""
         self.control.score_prompts([self.long])
         self.sender.send(self.version)
-        self.control.certify(self.version)
+        self.control.resume_generation(self.version)
 
     def sample(self, together: bool) -> list[Scored]:
         """Have the engine answer each prompt, all in one batch or one after another."""
