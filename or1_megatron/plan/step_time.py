@@ -218,5 +218,7 @@ class Steps:
 def sample(config: Config, machine: Machine, workload: Workload) -> tuple[float, float]:
     """Return (seconds until the last response of a rollout of ``workload``, seconds until the last verdict)."""
     engines = machine.engines(config)
-    tail_s = engines.wait(engines.request_rollout(workload.prompt_tokens, workload.response_tokens, workload.group_size))
+    tail_s = engines.wait(
+        engines.request_rollout(workload.prompt_tokens, workload.response_tokens, workload.group_size)
+    )
     return engines.now_s, engines.now_s + tail_s

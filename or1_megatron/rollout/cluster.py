@@ -1,4 +1,4 @@
-"""Starts Ray for a run as its own cluster on this machine, or connects to a running cluster; checks that Ray lives.
+"""Starts Ray for a run as its own cluster on this machine, or connects to a running cluster; checks that Ray answers.
 
 When the driver (trainer rank 0) is killed, the kernel ends gcs_server and raylet with it. The workers (engines,
 manager, verifiers) follow within about two seconds (measured with Ray 2.60), and Ray's two agents within a minute, or
@@ -32,7 +32,7 @@ _REAP_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
 _ALIVE_TIMEOUT_S = 30.0  # deadline for an answer of Ray's own processes, which need a core
 CHECK_EVERY_S = 5.0
-"""How often a long wait checks that Ray lives."""
+"""How often a long wait calls ``check_ray``."""
 _START_PATIENCE_S = 300.0
 START_WAITS = {
     "RAY_agent_register_timeout_ms": "300000",
@@ -168,8 +168,9 @@ def _raylet_lives() -> bool:
 
 
 def check_ray(every_s: float = 0.0) -> None:
-    """Check that Ray's head and this node's raylet each answer in 30 s, if the last check is ``every_s`` seconds old.
+    """Check that Ray's head and this node's raylet each answer within 30 s.
 
+    Does nothing if the last check was less than ``every_s`` seconds ago.
     Ray's own calls fail 15 s after the raylet's death. If the head is dead they wait until Ray aborts the process.
 
     Raises:
@@ -276,10 +277,10 @@ def _check_answers(address: str) -> None:
 
 
 def _speaks_grpc(address: str, timeout_s: float) -> bool:
-    """Return whether the service at host:port speaks gRPC, as Ray does; with TLS, True if a service listens there.
+    """Return whether the service at host:port speaks gRPC, as Ray does. With TLS, any service that listens counts.
 
-    gRPC is HTTP/2: the server answers the client's opening with a SETTINGS frame (RFC 9113, section 3.4), 3 bytes of
-    length, then the type. Raises OSError if nothing answers.
+    gRPC uses HTTP/2: the server answers the client's opening with a SETTINGS frame (RFC 9113, section 3.4), which
+    begins with 3 bytes of length and the type. Raises OSError if nothing answers.
     """
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:

@@ -36,7 +36,7 @@ _CACHED_PROMPTS = 4096
 def own_engines(
     model: Path, dtype: Literal["float32", "bfloat16"], config: RolloutConfig, max_model_tokens: int
 ) -> Iterator[list[Any]]:
-    """Start Ray and engines on the HF folder ``model``, and yield the engines' handles; afterwards end both.
+    """Start Ray and engines on the HF folder ``model``, and yield the engines' handles. The end of the block ends both.
 
     Args:
         max_model_tokens: tokens of the longest prompt + response.
@@ -69,7 +69,7 @@ class EngineSampler:
         """
         Args:
             config: the engines' configuration. Engines count as hung after ``step_timeout_s`` without completion.
-            template: makes the prompts. A reasoning tag that it leaves open begins the response's text.
+            template: makes the prompts. If a prompt ends with an open reasoning tag, the response's text gets it.
             max_prompt_tokens: requests with a longer prompt fail.
         """
         self._timeout_s = config.step_timeout_s

@@ -45,7 +45,7 @@ class RolloutError(EnginesLost):
 
 @dataclass
 class _UnderWay:
-    """A rollout under way, and its times in seconds since the epoch (``opened_s``, ``deadline_s``: monotonic)."""
+    """A rollout under way. Times are seconds since the epoch, but ``opened_s`` and ``deadline_s`` are monotonic."""
 
     ticket: int
     roll_out: RollOut
@@ -53,8 +53,8 @@ class _UnderWay:
     started_s: float = field(default_factory=time.time)
     opened_s: float = field(default_factory=time.monotonic)
     deadline_s: float | None = None
-    """The deadline by ``time.monotonic``, which no correction of the clock moves. The deadline counts from the
-    first wait, because a rollout may be requested long before its turn."""
+    """None before the first wait. While other rollouts are under way, the time to the deadline counts from the first
+    wait, because a rollout may be requested long before its turn; else it counts from the rollout's start."""
     judged_s: float = 0.0
     """When the last verdict came; 0: it has not come yet."""
 
@@ -83,14 +83,14 @@ class RolloutManager:
         self._answer_s = answer_s
         self._engines = list(engines)
         self._scheduler = Scheduler(len(engines), max_concurrent)
-        self._lost_engines: dict[int, str] = {}  # by engine that is not yet replaced
+        self._lost_engines: dict[int, str] = {}  # reasons, by engine that is not yet restarted
         self._busy_s = [0.0] * len(self._engines)
         self._verify = verify
         self._abilities = abilities
         self._step_timeout_s = step_timeout_s
         self._verifiers: VerifierPool | None = None
         self._open: dict[int, _UnderWay] = {}  # by ticket
-        self._sampled_before: dict[int, Completion] = {}  # by seed: sampled before, and not asked yet
+        self._sampled_before: dict[int, Completion] = {}  # by seed, until requested
         self._collected: list[int] = []  # seeds of responses that the client may not have yet
         self._reported_s = 0.0  # the engines' work up to then is in a report
         self._failure: RolloutError | None = None
@@ -111,9 +111,10 @@ class RolloutManager:
     async def roll_out(self, batch: bytes, sampled_before: Sequence[bytes] = ()) -> int:
         """Start a rollout and return its ticket once its requests are sent.
 
-        ``batch``: the arguments of ``Scheduler.begin``, packed (``runtime.message``). ``sampled_before``: packed lists of
-        completions. A request of this or a later rollout takes the completion with its seed instead of being sampled
-        again. The caller guarantees that each completion belongs to the request with its seed.
+        Args:
+            batch: the arguments of ``Scheduler.begin``, packed (``runtime.message``).
+            sampled_before: packed lists of completions. A request of this or a later rollout takes the completion that
+                has the request's seed, instead of being sampled again. The caller guarantees that both belong together.
         """
         if self._failure is not None:
             raise self._failure
@@ -138,7 +139,7 @@ class RolloutManager:
         await self._wait_until(lambda: current.roll_out.judged, current, "judged")
         await self._wait_until(lambda: self._scheduler.off_engines(current.ticket), current, "given up")
         del self._open[current.ticket]
-        if not self._open:  # what a predecessor was not told to release, and nobody asked for again
+        if not self._open:  # what an earlier manager did not let the engines forget, and nobody requested again
             self._collected += self._sampled_before
             self._sampled_before.clear()
         groups = self._scheduler.end(current.ticket).result()
@@ -146,7 +147,7 @@ class RolloutManager:
         return pack((groups, self._report(current)))
 
     async def forget_collected(self) -> None:
-        """Let the engines forget the collected responses, because the client has them."""
+        """Let the engines drop the collected responses, because the client has received them."""
         seeds, self._collected = self._collected, []
         for engine in self._engines:
             engine.forget.remote(seeds)  # nobody waits for it
@@ -161,11 +162,11 @@ class RolloutManager:
         return (0, 0) if first is None else self._scheduler.at(first).progress
 
     async def lost_engines(self) -> dict[int, str]:
-        """Return, by index, why each dead engine that is not yet replaced (``engines_restarted``) has died."""
+        """Return why each lost engine is lost, by index. ``engines_restarted`` removes an engine from the result."""
         return self._lost_engines
 
     async def engines_restarted(self, engines: Sequence[Any]) -> None:
-        """Take the handles of all engines, and use the engines whose handles are new."""
+        """Take the handles of all engines, and use the restarted engines, whose handles are new."""
         new = [index for index, engine in enumerate(engines) if engine != self._engines[index]]
         self._engines = list(engines)
         for index in new:
@@ -206,7 +207,7 @@ class RolloutManager:
         self._changed.set()
 
     async def _submit(self, index: int, engine: Any, requests: list[Request]) -> None:
-        """Submit requests to ``engine``, which was engine ``index`` at the scheduler's choice (it may be replaced)."""
+        """Submit requests to ``engine``, which the scheduler chose as number ``index`` (it may be restarted since)."""
         try:
             await engine.submit.remote(pack(requests), self._number)
         except RayError as error:
@@ -228,7 +229,7 @@ class RolloutManager:
                 return
             timeout_s = self._answer_s
             if self._engines[index] != engine or index in self._scheduler.lost_engines:
-                return  # its requests are being sampled elsewhere
+                return  # other engines sample its requests
             self._busy_s[index] += harvest.busy_s
             try:
                 self._perform(self._scheduler.finished(index, harvest.completions))
@@ -236,6 +237,7 @@ class RolloutManager:
                 self._fail(RolloutError(str(error)))
 
     def _call_failed(self, index: int, engine: Any, error: RayError) -> None:
+        """Count the engine as lost. If it has answered with an unexpected error, end all rollouts instead."""
         answered = isinstance(error, RayTaskError)
         if not answered:  # it may live and only be out of reach, and its requests are sampled elsewhere
             ray.kill(engine, no_restart=True)
@@ -255,9 +257,9 @@ class RolloutManager:
         if self._engines[index] == engine:
             self._perform(self._scheduler.aborted(index, aborted))
 
-    async def _judge(self, asked: Judge, roll_out: RollOut) -> None:
+    async def _judge(self, action: Judge, roll_out: RollOut) -> None:
         assert self._verifiers is not None
-        completion, prompt = asked.completion, roll_out.prompts[asked.key[0]]
+        completion, prompt = action.completion, roll_out.prompts[action.key[0]]
         problem = prompt.problem
         opened = "" if problem.ability in self._verify.custom else prompt.opened
         try:
@@ -268,7 +270,7 @@ class RolloutManager:
             return
         now_ns = time.time_ns()
         add("verify", now_ns - int(verdict.wall_s * 1e9), now_ns, problem=problem.id, status=verdict.status)
-        self._perform(self._scheduler.judged(asked.ticket, asked.key, verdict))
+        self._perform(self._scheduler.judged(action.ticket, action.key, verdict))
 
     async def _wait_until(self, holds: Callable[[], bool], current: _UnderWay, what: str) -> None:
         if current.deadline_s is None:

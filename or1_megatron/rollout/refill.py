@@ -7,7 +7,7 @@ import math
 from or1_megatron.types import Group, RefillRule
 
 _CAUTION = 0.25
-"""The expected share of rejections has the weight of ``_CAUTION`` * (wanted groups) judged groups."""
+"""The expected share of rejections counts as much as the share measured over ``_CAUTION`` * (wanted groups) groups."""
 
 
 class SamplingBudget:
@@ -55,7 +55,10 @@ class SamplingBudget:
 
 
 def _enough(wanted: int, rejected_share: float, most: int) -> int:
-    """Return the smallest n with n * kept - 2 * sqrt(n * kept * rejected) >= wanted, at most ``most``."""
+    """Return the smallest n with n * kept - 2 * sqrt(n * kept * rejected) >= wanted, at most ``most``.
+
+    ``kept`` and ``rejected`` are the shares of groups, 1 - ``rejected_share`` and ``rejected_share``.
+    """
     kept_share = 1 - rejected_share
     if wanted == 0 or kept_share <= 0:
         return 0 if wanted == 0 else most

@@ -80,8 +80,8 @@ class RollOut:
     @property
     def progress(self) -> tuple[int, int]:
         """Return (responses finished, responses that are expected to be needed)."""
-        asked = max(self.sent, self.budget.allowed * self.group_size)
-        return len(self.completions), min(asked, len(self.requests))
+        needed = max(self.sent, self.budget.allowed * self.group_size)
+        return len(self.completions), min(needed, len(self.requests))
 
     def result(self) -> list[Group]:
         """Return the groups of the result, in the order of the prompts."""
@@ -117,7 +117,7 @@ class _Held:
 
 
 class Scheduler:
-    """Schedules rollouts, named by their ticket, over engines, named by their index. Not thread-safe."""
+    """Schedules rollouts over engines. Tickets name the rollouts, and indices the engines. Not thread-safe."""
 
     def __init__(self, engines: int, max_concurrent: int) -> None:
         """``max_concurrent``: responses that one engine decodes at once."""
@@ -234,19 +234,22 @@ class Scheduler:
         return self._feed()
 
     def engine_lost(self, engine: int) -> list[Action]:
-        """Give a lost engine's requests, with their seeds, to other engines or to its successor; return the actions."""
-        self._lose(engine)
+        """Request a lost engine's responses, with the same seeds, from other engines; return the actions.
+
+        Requests for which no engine has room wait, and may go to the restarted engine.
+        """
+        self._take_requests_from(engine)
         return self._feed()
 
     def engines_restarted(self, engines: Iterable[int]) -> list[Action]:
-        """Use the successors of these engines, whether or not their loss was reported; return the actions."""
+        """Use these restarted engines, whether or not ``engine_lost`` was called for them; return the actions."""
         for engine in engines:
-            self._lose(engine)
+            self._take_requests_from(engine)
             self.lost_engines.discard(engine)
             self._load = dict(sorted([*self._load.items(), (engine, 0)]))
         return self._feed()
 
-    def _lose(self, engine: int) -> None:
+    def _take_requests_from(self, engine: int) -> None:
         if engine in self.lost_engines:
             return
         self.lost_engines.add(engine)

@@ -45,13 +45,13 @@ class SeededSampler(VllmSampler):
         self._seeds = np.empty(0, dtype=np.uint64)
 
     def forward(self, logits: Tensor, sampling_metadata: Any) -> SamplerOutput:
-        """Draw a token of each request from ``logits`` [B, V]; ``sampling_metadata``: vLLM's for the batch."""
+        """Draw a token of each request from ``logits`` [B, V]; ``sampling_metadata``: vLLM's SamplingMetadata."""
         return self.draw(logits, sampling_metadata, slice(None), 0)
 
     def draw(self, logits: Tensor, sampling: Any, requests: Any, ahead: Any) -> SamplerOutput:
         """Draw a token per row of ``logits`` [R, V].
 
-        Row r is for request ``requests[r]``, at the position ``ahead[r]`` tokens after the request's next token.
+        Row r gives a token of request ``requests[r]``, ``ahead[r]`` positions after the request's next token.
         """
         batch = self._runner.input_batch
         if sampling is not self._metadata:  # vLLM makes another one when requests come, go or change places

@@ -46,8 +46,8 @@ class Ended:
     """How the ranks of a launch ended."""
 
     code: int
-    """The exit code for the shell: 0; or the code of the rank that failed first (128 + n if signal n killed the rank);
-    or 128 + n if signal n stopped the launcher."""
+    """The exit code for the shell. 128 + n: signal n stopped the launcher, or killed the rank that failed first. Else
+    it is the exit code of the rank that failed first, or 0 if no rank failed."""
     stop_requested: bool
     """Whether a signal had asked the launcher to stop."""
     rank_code: int = 0
@@ -81,8 +81,9 @@ def launch(
         grace_s: seconds that the ranks have to save and exit after a signal.
         threads_per_rank: CPU threads of each rank; None: the cores divided by the ranks.
         watchdog: kills processes that stall, while the ranks run.
-        nodes: the launchers of all nodes, if there are several, in an attempt that has begun. The ranks of all nodes
-            form one group. When a rank fails, all ranks end, and each launcher returns how the first rank failed.
+        nodes: the connection to the other nodes' launchers, after ``Nodes.begin``; None: there is one node. The ranks
+            of all nodes form one group. When a rank fails, all ranks end, and each launcher returns how the first rank
+            failed.
 
     No process of the ranks is left on this node when this function returns.
     """
@@ -113,7 +114,7 @@ def launch(
 
 
 def _meeting(nodes: Nodes | None) -> list[str]:
-    """Return torchrun's options for the rendezvous of the ranks of all nodes."""
+    """Return torchrun's options for the rendezvous: where the ranks of all nodes find each other."""
     if nodes is None:  # the host's own name need not resolve
         return ["--standalone", "--local-addr", "127.0.0.1"]
     options = ["--nnodes", str(nodes.count), "--node-rank", str(nodes.rank)]
@@ -122,7 +123,7 @@ def _meeting(nodes: Nodes | None) -> list[str]:
 
 
 def _first_of_all(nodes: Nodes | None, ended: Ended) -> Ended:
-    """Return how the first rank of all nodes failed. ``ended``: how this node's ranks ended."""
+    """Return how the rank that failed first on any node ended. ``ended``: how this node's ranks ended."""
     if nodes is None:
         return ended
     if ended.stop_requested:  # the other nodes must not begin again
@@ -168,9 +169,10 @@ class _Supervisor:
             threading.Thread(target=self._enforce, name="launch-grace", daemon=True).start()
 
     def terminate(self) -> None:
-        """Ask the ranks to end because a rank of another node has failed, as torchrun's agent does on this node.
+        """Send SIGTERM to the ranks, because a rank of another node has failed.
 
-        Ranks that are saving after a stop signal are left alone, because a second signal would stop them.
+        torchrun's agent does the same when a rank of its own node has failed. Ranks that are saving after a stop signal
+        get no SIGTERM, because a second signal would stop them.
         """
         for rank in () if self.number else self._ranks():
             _send(rank.pid, signal.SIGTERM)
@@ -224,8 +226,10 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _failed(error: ChildFailedError, signal_number: int) -> Ended:
-    """Return how the rank that failed first ended. If several failed at once, a killed rank counts as the first, since
-    the others lost their connection to it. ``signal_number``: the signal that the launcher got, or 0."""
+    """Return how the rank that failed first ended. ``signal_number``: the signal that the launcher got, or 0.
+
+    If several ranks failed at once, a killed rank counts as the first, since the others lost their connection to it.
+    """
     killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode == -signal.SIGKILL]
     rank, failure = killed[0] if killed else error.get_first_failure()
     code = failure.exitcode

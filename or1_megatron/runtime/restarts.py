@@ -31,7 +31,7 @@ _RAISED: Final = 1
 
 
 class Restarts:
-    """Launches the ranks until the run ends, and again after failures that a restart may mend."""
+    """Launches the ranks, and launches them again after each failure that a restart may repair."""
 
     def __init__(
         self,
@@ -59,7 +59,6 @@ class Restarts:
             return self._attempts(launch)
 
     def _attempts(self, launch: Callable[[], Ended]) -> int:
-        """Call ``launch`` until no restart is due, and return the exit code."""
         furthest, in_a_row = self._last_step(), 0
         before: tuple[int, str] | None = None
         while True:
@@ -88,7 +87,7 @@ class Restarts:
             time.sleep(pause_s)
 
     def _why(self, ended: Ended, since_s: float) -> str:
-        """Return how the ranks ended, and the reason that a rank or the watchdog recorded."""
+        """Return how the ranks ended, and the reason if a rank or the watchdog has recorded one."""
         faults = list(self._faults.read(max(since_s, time.time() - _RECENT_S)))
         stalled = [fault for fault in faults if fault.kind == "stalled"][-1:]
         failed = [fault for fault in faults if fault.kind == "failed"][:1]

@@ -29,8 +29,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LAUNCHER_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Each of these signals asks a launcher to let the ranks save and end. The launcher sends SIGUSR1 to the ranks."""
 REPEAT_S = 2.0
-"""A signal sooner than this after the first repeats the first request: a scheduler signals every process of a job, and
-the launcher forwards its own signal to the ranks."""
+"""A signal that comes sooner than this after the first is ignored. A rank may get the same stop twice: a scheduler
+signals every process of a job, and the launcher forwards its own signal to the ranks."""
 
 LAUNCH_MARK = "OR1_LAUNCH"
 """An environment variable of all processes that ``launch`` starts; its value is the launcher's pid."""
@@ -43,9 +43,10 @@ _LAST_WORDS_S = 2.0
 
 
 def is_launched() -> bool:
-    """Return whether this process is a rank that ``launch`` started, so that the node has a watchdog.
+    """Return whether ``launch`` started this process as a rank. Such a rank's node has a watchdog.
 
-    The variable must name the parent: processes that a rank starts inherit it, and may be a run of their own.
+    The variable ``LAUNCH_MARK`` must name the parent's pid, because processes that a rank starts inherit the variable
+    and may begin a run of their own.
     """
     return os.environ.get(LAUNCH_MARK) == str(os.getppid())
 
@@ -71,7 +72,7 @@ class StopRequested:
     """A flag that a stop signal sets. The loop reads it between verbs.
 
     >>> stop = StopRequested(grace_s=120.0)
-    >>> with stop.handling_signals():                 # main thread only
+    >>> with stop.handling_signals():       # main thread only
     ...     if stop.requested(): save_and_exit()
 
     After the first signal the process has ``grace_s`` seconds. Then, or at a second signal (REPEAT_S or more after the
@@ -129,7 +130,7 @@ class StopRequested:
         threading.Thread(target=self._enforce_grace, args=(number,), name="stop-grace", daemon=True).start()
 
     def _end_unless_saving(self) -> None:
-        """End this rank after ``_LAST_WORDS_S`` unless a save was requested, because another rank has failed."""
+        """End this rank after ``_LAST_WORDS_S``, because another rank has failed; not if it is saving or has saved."""
         time.sleep(_LAST_WORDS_S)
         if not (self._finished.is_set() or self._requested.is_set()):
             os._exit(PART_LOST)

@@ -54,8 +54,8 @@ def run_checks(checks: Sequence[Check], out: Path, *, minutes: float = 10.0) -> 
             limit, which is meant for 10 minutes in all, is scaled accordingly.
 
     Raises:
-        SystemExit: on a signal that asks to stop (``runtime.signals.LAUNCHER_STOP_SIGNALS``), with 128 plus its number. No process is
-            left running.
+        SystemExit: on a stop signal (``runtime.signals.LAUNCHER_STOP_SIGNALS``), with 128 plus its number. No process
+            is left running.
     """
     (out / "logs").mkdir(parents=True, exist_ok=True)
     report = Report([check.name for check in checks])

@@ -41,7 +41,7 @@ def start_engine() -> Any:
 
         async def submit(self, requests: bytes, caller: int) -> None:
             for request in unpack(requests):
-                assert request.seed not in self.seeds, "it was asked for this before"
+                assert request.seed not in self.seeds, "this was requested before"
                 self.seeds.add(request.seed)
                 self.requests.append(request)
 

@@ -118,7 +118,7 @@ def test_who_lingers_gets_more_at_once_but_not_after_the_last(heart: Heartbeat) 
         assert harvest.result(PATIENCE_S).completions == tuple(range(12))
 
 
-def test_kept_completions_are_recalled_until_they_are_released(heart: Heartbeat) -> None:
+def test_a_new_manager_gets_the_kept_completions_until_they_are_forgotten(heart: Heartbeat) -> None:
     """With those that nobody has harvested; a harvest under way ends with nothing, and what is pending is given up."""
     steps = threading.Semaphore(3)
     thread = EngineThread(lambda: CountingEngine(steps), "engine 0", heart)
@@ -144,7 +144,7 @@ def test_kept_completions_are_recalled_until_they_are_released(heart: Heartbeat)
     assert thread.harvest(0.01, caller=2).completions == ()
 
 
-def test_calls_of_a_dead_caller_that_arrive_late_do_nothing(heart: Heartbeat) -> None:
+def test_calls_of_an_old_manager_that_arrive_late_do_nothing(heart: Heartbeat) -> None:
     """Its requests are not decoded, and what its successor's requests give is left to the successor."""
     thread = EngineThread(CountingEngine, "engine 0", heart)
     assert thread.switch_manager(1) == []

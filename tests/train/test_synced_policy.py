@@ -85,7 +85,11 @@ STEP = ["sleep", *TRAINER, *HANDOFF, *SENT]
 CASES = {
     "nothing is shared": (APART, ["hand_off"], ["check_replicas", "send", "resume_generation"]),
     "shared devices": (SHARED, ["take_devices", "take_devices", "hand_off"], STEP),
-    "only the trainer moves": (BESIDE, ["hand_off"], [*TRAINER, *HANDOFF, "send", "offload parameters", "resume_generation"]),
+    "only the trainer moves": (
+        BESIDE,
+        ["hand_off"],
+        [*TRAINER, *HANDOFF, "send", "offload parameters", "resume_generation"],
+    ),
     "no engine is lost": (SHARED, ["restart_lost_engines"], []),
     "the optimizer waits": (SHARED, ["restart_optimizer"], []),
     "the optimizer": (
@@ -123,7 +127,12 @@ def test_an_engine_lost_before_the_trainer_computes_or_in_a_rollout() -> None:
     assert diary.do("take_devices") == ["sleep", *REPLACED, *TRAINER]
     diary.do("hand_off")
     diary.lost = True
-    assert diary.do("restart_lost_engines") == [*REPLACED, *TRAINER, *HANDOFF, *SENT]  # its handle is the same in this test
+    assert diary.do("restart_lost_engines") == [
+        *REPLACED,
+        *TRAINER,
+        *HANDOFF,
+        *SENT,
+    ]  # its handle is the same in this test
     assert diary.policy._version == 0
 
 
