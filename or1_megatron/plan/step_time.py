@@ -151,7 +151,7 @@ class Steps:
         while len(self.requested) < count:
             drawn = self.lengths.draw(self.when, prompts, stage.group_size, stage.max_response_tokens, self.random)
             made = Workload(*drawn, stage.group_size)
-            ticket = self.engines.request_rollout(made.prompt_tokens, made.response_tokens, made.group_size)
+            ticket = self.engines.request(made.prompt_tokens, made.response_tokens, made.group_size)
             self.requested.append((ticket, made))
 
     def _step(self) -> tuple[dict[str, float], UpdateTime, int]:
@@ -218,7 +218,5 @@ class Steps:
 def sample(config: Config, machine: Machine, workload: Workload) -> tuple[float, float]:
     """Return (seconds until the last response of a rollout of ``workload``, seconds until the last verdict)."""
     engines = machine.engines(config)
-    tail_s = engines.wait(
-        engines.request_rollout(workload.prompt_tokens, workload.response_tokens, workload.group_size)
-    )
+    tail_s = engines.wait(engines.request(workload.prompt_tokens, workload.response_tokens, workload.group_size))
     return engines.now_s, engines.now_s + tail_s

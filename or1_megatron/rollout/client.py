@@ -187,10 +187,8 @@ class RolloutsClient:
             self._restored.clear()  # nobody has requested the rest
 
     def progress(self) -> tuple[int, int]:
-        """Return (responses finished, responses expected to be needed) of the first rollout.
-
-        The numbers are the last known ones if the manager does not answer at once.
-        """
+        """Return (responses finished, responses expected) of the first rollout; the last known numbers if the manager
+        does not answer at once."""
         try:
             self._progress = self._call("progress", timeout_s=_PROGRESS_S)
         except RolloutError:
@@ -324,7 +322,6 @@ class RolloutsClient:
                 engine.forget.remote(seeds)  # nobody waits for it
 
     def _start_manager(self) -> Any:
-        """Start a manager with the number ``_number`` over the pool's present engines, and return its handle."""
         name = "rollout-manager" + (f"-restart-{self._number}" if self._number else "")
         manager = ManagerActor.options(name=name, namespace=namespace(self._run_id)).remote(
             self._pool.handles, *self._manager_settings, self._number, self._answer_s
@@ -342,10 +339,7 @@ class RolloutsClient:
         return manager
 
     def _take_finished(self, engine: Any) -> list[bytes]:
-        """Make an engine abort the old manager's requests, and return the responses that the engine has finished.
-
-        Returns [packed responses], or [] for a lost engine, which is restarted later.
-        """
+        """Make an engine abort the old manager's requests, and return the packed finished responses; [] if it is lost."""
         try:
             return [ray.get(engine.switch_manager.remote(self._number), timeout=_MARGIN_S)]
         except RayError as error:

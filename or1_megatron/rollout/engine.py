@@ -63,10 +63,8 @@ def wait_without_spinning() -> None:
 
 
 def hold_less() -> None:
-    """On CPU, make this process return freed memory, and keep vLLM from packing embeddings for oneDNN.
-
-    Nothing reads the packed copy, which is as large as the embedding. Each of vLLM's processes calls this.
-    """
+    """On CPU, make this process return freed memory, and keep vLLM from packing embeddings for oneDNN. Nothing reads
+    the packed copy, which is as large as the embedding. Each of vLLM's processes calls this."""
     from torch.nn.functional import linear
     from vllm.model_executor.layers import vocab_parallel_embedding as layers
     from vllm.platforms import current_platform
@@ -365,10 +363,7 @@ class VllmEngine:
         self._updating = False
 
     def resume_generation(self, version: int) -> None:
-        """Decode with the weights from now on, because the trainer has checked that they are ``version``.
-
-        Raises RuntimeError when the engine holds another version or a mixture.
-        """
+        """Decode with the new weights, which the trainer has checked. RuntimeError if they are not ``version``."""
         if self._updating or version != self.version:
             held = "a mixture" if self._updating else f"version {self.version}"
             raise RuntimeError(f"engine {self._settings.index} cannot serve version {version}: it holds {held}")

@@ -69,10 +69,7 @@ class EngineGroup:
 
 
 def find_lost_engines(handles: Sequence[Any]) -> dict[int, str]:
-    """Return why each lost engine is lost, by the engine's index.
-
-    An engine is lost when it has failed, its process has died, or it does not answer within ``_ANSWER_S`` seconds.
-    """
+    """Return, by index, why each lost engine is lost: it failed, died, or gives no answer for ``_ANSWER_S`` seconds."""
     calls = [handle.failure.remote() for handle in handles]
     ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_S)
     lost = {}

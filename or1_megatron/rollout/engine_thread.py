@@ -98,9 +98,7 @@ class EngineThread:
             return harvest
 
     def switch_manager(self, caller: int) -> list[Completion]:
-        """Serve a new manager from now on: abort the old manager's requests, and return the finished completions.
-
-        Completions that ``forget`` has dropped are left out.
+        """Abort the old manager's requests, and return all finished completions that ``forget`` has not dropped.
 
         Args:
             caller: the new manager's number, which is larger than the old manager's. Calls of the old manager that are

@@ -91,7 +91,6 @@ class OpenAISampler:
                     yield reply
 
     def _send(self, request: ChatRequest) -> ChatCompletion | FailedRequest:
-        """Send a request up to ``tries`` times, and return the completion or the failure."""
         reason, sent = "", self._neutral
         for attempt in range(self._endpoint.tries):
             if attempt:

@@ -47,10 +47,7 @@ class KernelKills:
         return self._seen - before
 
     def _count(self) -> int:
-        """Return the number of kills in this process's cgroup, or without its counter, on the machine.
-
-        Engines are in this cgroup, and sandboxes are not.
-        """
+        """Return the kills in this process's cgroup (engines share it, sandboxes do not), or else on the machine."""
         for file in self._counters:
             try:
                 counted = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)

@@ -55,10 +55,7 @@ class SamplingBudget:
 
 
 def _enough(wanted: int, rejected_share: float, most: int) -> int:
-    """Return the smallest n with n * kept - 2 * sqrt(n * kept * rejected) >= wanted, at most ``most``.
-
-    ``kept`` and ``rejected`` are the shares of groups, 1 - ``rejected_share`` and ``rejected_share``.
-    """
+    """Return the smallest n <= ``most`` with n * k - 2 * sqrt(n * k * r) >= wanted. r: rejected share; k: 1 - r."""
     kept_share = 1 - rejected_share
     if wanted == 0 or kept_share <= 0:
         return 0 if wanted == 0 else most

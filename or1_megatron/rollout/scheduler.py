@@ -234,10 +234,7 @@ class Scheduler:
         return self._feed()
 
     def engine_lost(self, engine: int) -> list[Action]:
-        """Request a lost engine's responses, with the same seeds, from other engines; return the actions.
-
-        Requests for which no engine has room wait, and may go to the restarted engine.
-        """
+        """Return actions that request a lost engine's responses again, with the same seeds, from any other engine."""
         self._take_requests_from(engine)
         return self._feed()
 

@@ -18,9 +18,7 @@ _NO_TOKEN = -1  # vLLM leaves these out of a request's tokens
 
 
 def check_drafts(sampler: Any, metadata: Any, draft_probs: None, logits: torch.Tensor, sampling: Any) -> Any:
-    """Draw all tokens, in place of vLLM's rejection sampler. Keep a request's tokens up to the first wrong draft.
-
-    The token that is drawn where the draft is wrong is kept too.
+    """Draw in place of vLLM's rejection sampler. Keep a request's tokens up to the first that is not its draft.
 
     Args:
         sampler: a ``worker.SeededSampler``.

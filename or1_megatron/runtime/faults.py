@@ -27,13 +27,10 @@ COUNTED: Final[Mapping[FaultKind, str]] = {  # their meanings are in schemas.met
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One line of faults.jsonl. The kinds:
+    """One line of faults.jsonl.
 
-    stalled   the watchdog killed a process
-    failed    a rank ended
-    restart   the launcher started the ranks again
-    engine    an engine was restarted
-    manager   the RolloutManager was restarted
+    Kinds: ``stalled`` (the watchdog killed a process), ``failed`` (a rank ended), ``restart`` (the launcher started the
+    ranks again), ``engine`` and ``manager`` (an engine or the RolloutManager was restarted).
     """
 
     kind: FaultKind

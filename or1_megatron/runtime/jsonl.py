@@ -100,11 +100,8 @@ class GrowingSteps:
         self._steps: dict[int, dict[str, float | None]] = {}
 
     def read(self) -> dict[int, dict[str, float | None]]:
-        """Return the numbers of all rows by step, as ``read_steps``; {} without a file.
-
-        An incomplete last line is read by a later call, and lines that are no rows are left out. A file that a resume
-        has cut or replaced is read from its start.
-        """
+        """Return the numbers of all rows by step; {} without a file. Lines that are no rows are left out, and an
+        incomplete last line is read by a later call. A file that a resume has cut is read from its start."""
         with open(self._path if self._path.is_file() else os.devnull, "rb") as file:
             file.seek(self._end - len(self._last))
             if file.read(len(self._last)) != self._last:

@@ -81,9 +81,8 @@ def launch(
         grace_s: seconds that the ranks have to save and exit after a signal.
         threads_per_rank: CPU threads of each rank; None: the cores divided by the ranks.
         watchdog: kills processes that stall, while the ranks run.
-        nodes: the connection to the other nodes' launchers, after ``Nodes.begin``; None: there is one node. The ranks
-            of all nodes form one group. When a rank fails, all ranks end, and each launcher returns how the first rank
-            failed.
+        nodes: the connection to other nodes' launchers, after ``Nodes.begin``; None: there is one node. The ranks of
+            all nodes form one group. When a rank fails, all end, and each launcher returns how that first rank failed.
 
     No process of the ranks is left on this node when this function returns.
     """
@@ -93,7 +92,7 @@ def launch(
     os.environ[LAUNCH_MARK] = str(os.getpid())  # the ranks and all that they start inherit it
     for name in _AGENT_LOGGERS:  # _failed and node 0 say in one line how a rank ended
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    options = [*_meeting(nodes), "--nproc-per-node", str(ranks), "--max-restarts", "0"]
+    options = [*_rendezvous_options(nodes), "--nproc-per-node", str(ranks), "--max-restarts", "0"]
     # torchrun must handle at least one signal, but none of LAUNCHER_STOP_SIGNALS.
     options += ["--signals-to-handle", "SIGQUIT", "--monitor-interval", "0.1"]
     watched = nullcontext() if nodes is None else nodes.watched(supervisor.terminate, supervisor.kill)
@@ -113,8 +112,7 @@ def launch(
     return Ended(128 + supervisor.number if supervisor.number else 0, bool(supervisor.number))
 
 
-def _meeting(nodes: Nodes | None) -> list[str]:
-    """Return torchrun's options for the rendezvous: where the ranks of all nodes find each other."""
+def _rendezvous_options(nodes: Nodes | None) -> list[str]:
     if nodes is None:  # the host's own name need not resolve
         return ["--standalone", "--local-addr", "127.0.0.1"]
     options = ["--nnodes", str(nodes.count), "--node-rank", str(nodes.rank)]
@@ -226,10 +224,8 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _failed(error: ChildFailedError, signal_number: int) -> Ended:
-    """Return how the rank that failed first ended. ``signal_number``: the signal that the launcher got, or 0.
-
-    If several ranks failed at once, a killed rank counts as the first, since the others lost their connection to it.
-    """
+    """Return how the rank that failed first ended. If several failed at once, a killed rank counts as the first, since
+    the others lost their connection to it. ``signal_number``: the signal that the launcher got, or 0."""
     killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode == -signal.SIGKILL]
     rank, failure = killed[0] if killed else error.get_first_failure()
     code = failure.exitcode

@@ -182,13 +182,11 @@ class Nodes:
         return int(codes[0]), int(codes[1]), codes[2]
 
     @contextmanager
-    def watched(self, terminate_ranks: Callable[[], None], kill_ranks: Callable[[], object]) -> Iterator[None]:
+    def watched(self, terminate: Callable[[], None], kill: Callable[[], object]) -> Iterator[None]:
         """Watch the other nodes on a thread during the block. When the attempt has failed on another node, the thread
-        calls ``terminate_ranks``, and ``kill_ranks`` if the block still runs ``_GRACE_S`` later."""
+        calls ``terminate``, and ``kill`` if the block still runs ``_GRACE_S`` later."""
         over = threading.Event()
-        watch = threading.Thread(
-            target=self._watch, args=(over, terminate_ranks, kill_ranks), name="nodes", daemon=True
-        )
+        watch = threading.Thread(target=self._watch, args=(over, terminate, kill), name="nodes", daemon=True)
         watch.start()
         try:
             yield
@@ -215,9 +213,7 @@ class Nodes:
         while not self._store.check([f"left/{node}" for node in range(1, self.count)]) and time.monotonic() < give_up:
             time.sleep(_POLL_S)
 
-    def _watch(
-        self, over: threading.Event, terminate_ranks: Callable[[], None], kill_ranks: Callable[[], object]
-    ) -> None:
+    def _watch(self, over: threading.Event, terminate: Callable[[], None], kill: Callable[[], object]) -> None:
         beats: dict[int, tuple[bytes, float]] = {}
         count = 0
         while not over.wait(_LOOK_S):
@@ -228,9 +224,9 @@ class Nodes:
             except dist.DistError:
                 failed = True  # node 0's launcher is gone
             if failed:
-                terminate_ranks()
+                terminate()
                 if not over.wait(_GRACE_S):
-                    kill_ranks()
+                    kill()
                 return
 
     def _lost(self, beats: dict[int, tuple[bytes, float]]) -> bool:

@@ -97,12 +97,9 @@ def to_table(
     """Return a table with a row per response, in the order of ``groups``, and the fields of ``schemas.ROLLOUT``.
 
     Args:
-        kept: the groups that were not rejected.
+        kept: the groups that were not rejected. They must be objects of ``groups``, else ValueError is raised.
         scores: the policy's scores of the responses of ``kept``, in order; None: unknown. A response whose scores do
             not cover all of its tokens gets null.
-
-    Raises:
-        ValueError: ``kept`` has a group that is not one of the objects in ``groups``.
     """
     advantages = {id(one.group): one.advantages for one in kept}  # the same problem may occur twice in a step
     if not advantages.keys() <= {id(group) for group in groups}:

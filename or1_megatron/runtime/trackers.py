@@ -207,8 +207,7 @@ _OTHERS: Final[tuple[tuple[str, str, Callable[[str], Any], Any, str], ...]] = (
     ),
     ("the tracker", "tracker", find_tracker, None, "Class(run folder, configuration), log(step, metrics) and close()"),
 )
-"""For each tracker: (name, key below ``track``, check of the key's value, class, requirements for messages). Where the
-class is None, the check returns it."""
+"""(name, key below ``track``, check of the key's value, class (None: the check returns the class), requirements)."""
 
 
 def check_trackers(track: TrackConfig) -> dict[str, _MakeTracker]:
@@ -228,10 +227,8 @@ def check_trackers(track: TrackConfig) -> dict[str, _MakeTracker]:
 
 
 class BackgroundTracker:
-    """Calls a tracker on a thread, so that neither a server nor a user's code delays or ends the run.
-
-    The tracker's errors become warnings.
-    """
+    """Calls a tracker on a thread, so that neither a server nor a user's code delays or ends the run. The tracker's
+    errors become warnings."""
 
     def __init__(self, name: str, make: _MakeTracker, folder: Path, config: Mapping[str, Any]) -> None:
         """Make the tracker. Raises UserError if the tracker cannot be made."""

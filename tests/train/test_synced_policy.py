@@ -25,7 +25,7 @@ from or1_megatron.types import TokenScores
 
 TRAINER = ["restore parameters gradients optimizer"]
 HANDOFF = ["offload optimizer gradients", "check_replicas"]
-SENT = ["wake weights", "send", "offload parameters", "wake kv_cache", "resume_generation"]
+SENT = ["wake weights", "send", "offload parameters", "wake kv_cache", "resume"]
 REPLACED = ["offload optimizer gradients parameters", "start engine", "leave_engines", "sleep"]
 AGAIN = [*REPLACED, "restore parameters"]
 
@@ -59,7 +59,7 @@ class Diary:
         self.note(f"wake {tags[0]}")
 
     def resume_generation(self, version: int) -> None:
-        self.note("resume_generation")
+        self.note("resume")
 
     def restart_lost_engines(self, make_room: Callable[[], None]) -> list[int]:
         if not self.lost:
@@ -70,7 +70,7 @@ class Diary:
         return [0]
 
     def engines_restarted(self, handles: list[object]) -> None:
-        self.note(f"engines_restarted {handles[0]}")
+        self.note(f"restarted {handles[0]}")
 
     def do(self, *methods: str) -> list[str]:
         """Call methods of the policy; return what they called."""
@@ -83,13 +83,9 @@ class Diary:
 SHARED, APART, BESIDE = DeviceSharing(True, True), DeviceSharing(False, False), DeviceSharing(False, True)
 STEP = ["sleep", *TRAINER, *HANDOFF, *SENT]
 CASES = {
-    "nothing is shared": (APART, ["hand_off"], ["check_replicas", "send", "resume_generation"]),
+    "nothing is shared": (APART, ["hand_off"], ["check_replicas", "send", "resume"]),
     "shared devices": (SHARED, ["take_devices", "take_devices", "hand_off"], STEP),
-    "only the trainer moves": (
-        BESIDE,
-        ["hand_off"],
-        [*TRAINER, *HANDOFF, "send", "offload parameters", "resume_generation"],
-    ),
+    "only the trainer moves": (BESIDE, ["hand_off"], [*TRAINER, *HANDOFF, "send", "offload parameters", "resume"]),
     "no engine is lost": (SHARED, ["restart_lost_engines"], []),
     "the optimizer waits": (SHARED, ["restart_optimizer"], []),
     "the optimizer": (
@@ -116,8 +112,8 @@ def test_an_engine_lost_in_a_handoff(fails_in: str) -> None:
     diary.do("hand_off")
     diary.fails_in = fails_in
     before = SENT[: SENT.index(fails_in) + 1]
-    rejoined = "engines_restarted engine 0, restarted"
-    assert diary.do("hand_off") == ["sleep", *TRAINER, *HANDOFF, *before, *AGAIN, *SENT, rejoined]
+    told = "restarted engine 0, restarted"
+    assert diary.do("hand_off") == ["sleep", *TRAINER, *HANDOFF, *before, *AGAIN, *SENT, told]
     assert diary.do("take_devices", "hand_off") == STEP
 
 

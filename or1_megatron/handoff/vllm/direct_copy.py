@@ -130,7 +130,6 @@ class DirectCopy:
                     self._close(target.module)
 
     def _open(self, path: str) -> None:
-        """Prepare the parameters of the layer ``path`` for its slices."""
         layer = self._modules[path]
         info = get_layerwise_info(layer)
         if _keeps_parameters(layer):

@@ -173,10 +173,7 @@ class _Placeholders(TorchDispatchMode):
         raise NotImplementedError
 
     def by_part(self, destination: Tensor, name: str, source: Tensor) -> Iterator[tuple[Tensor, str, View]]:
-        """Split a copy of an entry by the entry's parts, and yield (destination, name, view) of each.
-
-        A copy of a tensor without parts is yielded as it is.
-        """
+        """Yield (destination, name, view) for each part of a copied entry, or once for a tensor without parts."""
         if (names := self.trace.parts.get(name)) is None:
             yield destination, name, view_of(source)
             return
