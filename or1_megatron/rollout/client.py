@@ -339,7 +339,7 @@ class RolloutsClient:
         return manager
 
     def _take_finished(self, engine: Any) -> list[bytes]:
-        """Make an engine abort the old manager's requests, and return the packed finished responses; [] if it is lost."""
+        """Make an engine abort the old manager's requests. Returns the packed finished responses; [] if it is lost."""
         try:
             return [ray.get(engine.switch_manager.remote(self._number), timeout=_MARGIN_S)]
         except RayError as error:

@@ -101,9 +101,9 @@ def test_spans_agree_with_their_versions_weights(tiny_model: TinyModel, engine_p
     submit_with_next_update(handle, sent)
     trainer.send(models[2].oracle, 2)
     late = requests(6, seed=9000)
-    ray.get(handle.submit.remote(pack(late)), timeout=DEADLINE_S)  # held until the weights are certified
+    ray.get(handle.submit.remote(pack(late)), timeout=DEADLINE_S)  # held until the weights are checked
     assert compare_probe(control.score_prompts(PROBE), scores(models[2].oracle, PROBE), bound=1e-4) < 1e-4
-    assert harvest(handle, wait_s=0.3) == {}  # nothing is served before the weights are certified
+    assert harvest(handle, wait_s=0.3) == {}  # nothing is served before the weights are checked
     control.resume_generation(2)
     completions = harvest_all(handle, sent + late)
     mixed = [(r, c) for r, c in zip(sent, completions, strict=False) if len(c.versions) == 2]

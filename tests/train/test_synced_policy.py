@@ -123,12 +123,8 @@ def test_an_engine_lost_before_the_trainer_computes_or_in_a_rollout() -> None:
     assert diary.do("take_devices") == ["sleep", *REPLACED, *TRAINER]
     diary.do("hand_off")
     diary.lost = True
-    assert diary.do("restart_lost_engines") == [
-        *REPLACED,
-        *TRAINER,
-        *HANDOFF,
-        *SENT,
-    ]  # its handle is the same in this test
+    # The engine's handle is the same in this test.
+    assert diary.do("restart_lost_engines") == [*REPLACED, *TRAINER, *HANDOFF, *SENT]
     assert diary.policy._version == 0
 
 
