@@ -26,7 +26,7 @@ _BOUND = {"float32": 1e-3, "bfloat16": 0.1}  # nats
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """|engine - policy| log-prob over the probe's tokens, in nats, of the engine that differs most."""
+    """Differences |engine - policy| of the probe's log-probs, in nats; each for the engine where it is largest."""
 
     largest: float
     mean: float

@@ -181,7 +181,7 @@ class RolloutsClient:
         return groups, report
 
     def trained(self) -> None:
-        """Drop the collected responses, and unless a rollout that is not urgent is under way, the restored ones."""
+        """Drop the collected responses; the restored ones too, unless a rollout that is not urgent is under way."""
         self._collected.clear()
         if all(requested.urgent for requested in self._under_way.values()):
             self._restored.clear()  # nobody has requested the rest

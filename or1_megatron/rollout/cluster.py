@@ -129,7 +129,7 @@ def start_ray(address: str | None, run_id: str) -> None:
 
 @contextlib.contextmanager
 def _patient_start() -> Iterator[None]:
-    """Within the block, let ``ray.init`` wait for its processes while they live, for at most ``_START_PATIENCE_S``.
+    """Within the block, let ``ray.init`` wait for Ray's processes while they run, for at most ``_START_PATIENCE_S``.
 
     Ray 2.60 gives its raylet 30 s to register, and the raylet ends itself when its agents have not written files with
     their ports within 15 s (ray-project/ray#65983). So the ports are chosen and written before the agents start.
@@ -170,8 +170,8 @@ def _raylet_lives() -> bool:
 def check_ray(every_s: float = 0.0) -> None:
     """Check that Ray's head and this node's raylet each answer within 30 s.
 
-    Does nothing if the last check was less than ``every_s`` seconds ago.
-    Ray's own calls fail 15 s after the raylet's death. If the head is dead they wait until Ray aborts the process.
+    Does nothing if the last check was less than ``every_s`` seconds ago. Ray's own calls notice the raylet's death only
+    after 15 s. After the death of the head they wait until Ray aborts this process.
 
     Raises:
         RayLost: the head or the raylet does not answer.
@@ -238,7 +238,7 @@ def wait_for_nodes(count: int, timeout_s: float) -> None:
 def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> None:
     """End the actors that an earlier attempt of this run left, and wait until their names are free.
 
-    Raises ClusterError when one is still there after ``timeout_s``.
+    Raises ClusterError when an actor is still there after ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     while True:

@@ -62,7 +62,7 @@ def wait_without_spinning() -> None:
         shm_broadcast.sched_yield = partial(time.sleep, _POLL_S)
 
 
-def hold_less() -> None:
+def save_host_memory() -> None:
     """On CPU, make this process return freed memory, and keep vLLM from packing embeddings for oneDNN. Nothing reads
     the packed copy, which is as large as the embedding. Each of vLLM's processes calls this."""
     from torch.nn.functional import linear
@@ -183,8 +183,8 @@ class VllmEngine:
         gc.freeze()
         gc.set_threshold(50_000, 50, 100)
 
-    def unserved(self) -> str:
-        """Return why Prometheus cannot read the engine's metrics; empty if there is no such fault or no port is set."""
+    def metrics_fault(self) -> str:
+        """Return why Prometheus cannot read the engine's metrics. Empty if it can, or if no port is configured."""
         return "" if self._metrics is None else self._metrics.fault
 
     @property

@@ -174,7 +174,7 @@ class EnginePool:
         calls = [handle.ready.remote() for handle in self.handles]
         gather(calls, max(left_s, 0.1), "start", reason)
         if self._settings[0].metrics_port is not None:
-            asked = [handle.call.remote("unserved") for handle in self.handles]
+            asked = [handle.call.remote("metrics_fault") for handle in self.handles]
             for index, fault in enumerate(gather(asked, timeout_s, "tell its port", reason)):
                 if fault:
                     log.warning("engine %d: %s", index, fault)

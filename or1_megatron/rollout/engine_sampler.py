@@ -1,4 +1,4 @@
-"""``interfaces.Sampler`` over our own vLLM engines, for ``or1 eval`` and ``or1 data``, with the load balanced."""
+"""Implements ``interfaces.Sampler`` with our own vLLM engines, for ``or1 eval`` and ``or1 data``; balances the load."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class EngineSampler:
         """
         Args:
             config: the engines' configuration. Engines count as hung after ``step_timeout_s`` without completion.
-            template: makes the prompts. If a prompt ends with an open reasoning tag, the response's text gets it.
+            template: makes the prompts. A reasoning tag that a prompt leaves open begins the response's text.
             max_prompt_tokens: requests with a longer prompt fail.
         """
         self._timeout_s = config.step_timeout_s

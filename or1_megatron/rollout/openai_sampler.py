@@ -1,4 +1,4 @@
-"""``interfaces.Sampler`` over an OpenAI-compatible endpoint, with bounded concurrency and bounded retries."""
+"""Implements ``interfaces.Sampler`` with an OpenAI-compatible endpoint: bounded concurrency, bounded retries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refill (DAPO's dynamic sampling): how many of a rollout's prompts are sampled, and which of them form the result."""
+"""Decides the refill (DAPO's dynamic sampling): how many prompts are sampled, and which of them form the result."""
 
 from __future__ import annotations
 

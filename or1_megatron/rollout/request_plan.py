@@ -82,7 +82,7 @@ def assemble_group(
     completions: Mapping[RequestKey, Completion],
     verdicts: Mapping[RequestKey, Verdict],
 ) -> Group | None:
-    """Return a prompt's group, members in the order of ``sample_index``; None while a verdict is missing."""
+    """Return a prompt's group, its responses in the order of ``sample_index``; None while a verdict is missing."""
     keys = [(prompt_index, sample_index) for sample_index in range(group_size)]
     if any(key not in verdicts for key in keys):
         return None

@@ -19,13 +19,13 @@ from vllm.v1.sample.sampler import Sampler as VllmSampler
 from or1_megatron.handoff.vllm import receiver
 from or1_megatron.handoff.vllm.reload import put_back
 from or1_megatron.kernels.sampling import sample
-from or1_megatron.rollout.engine import hold_less, wait_without_spinning
+from or1_megatron.rollout.engine import save_host_memory, wait_without_spinning
 from or1_megatron.rollout.request_plan import row_keys
 from or1_megatron.rollout.speculation import check_drafts
 
 receiver.register()
 wait_without_spinning()
-hold_less()
+save_host_memory()
 
 
 class SeededSampler(VllmSampler):

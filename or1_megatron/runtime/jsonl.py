@@ -21,7 +21,7 @@ class JsonlWriter:
     """Appends rows to a file, each by one write of a whole line, so that kill -9 loses no row written before.
 
     Opening the file cuts off an incomplete last line of an earlier process. When the disk is full, the part of the new
-    line that was written is cut off and DiskFullError names the file; the rows before it stay readable.
+    line that was written is cut off and DiskFullError names the file. Earlier rows stay readable.
     """
 
     def __init__(self, path: Path, what: str = "metrics") -> None:

@@ -1,6 +1,6 @@
 """Reads processes from Linux's /proc: their descendants, states (stopped, asleep, waiting) and CPU times.
 
-It imports no third-party package, because programs that must be small use it.
+This module imports no third-party package, because small programs use it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from or1_megatron.runtime.run_folder import RunFolder, step_of
 from or1_megatron.runtime.signals import signals_handled_by
 
 PAUSES_S: Final = (0.0, 5.0, 25.0)
-"""Pauses before the restarts in a row; the last pause is also for all later restarts."""
+"""Pauses before the first, second and third restart in a row. The third pause also comes before later restarts."""
 _RECENT_S: Final = 60.0
 """A stall up to this long before the ranks' end may have caused the end."""
 _RAISED: Final = 1

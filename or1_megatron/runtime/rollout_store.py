@@ -137,7 +137,7 @@ def to_table(
 def _scored(
     rows: Sequence[tuple[Group, Completion]], kept: Sequence[AdvantagedGroup], scores: TokenScores | None
 ) -> dict[str, pa.Array]:
-    """Return two float16 columns for the trained tokens: log-prob differences (policy minus engine), entropies."""
+    """Return two float16 columns for the trained tokens: log-prob differences (policy - engine) and entropies."""
     of_row: dict[int, tuple[Float32Array, Float32Array]] = {}
     if scores is not None:
         trained = [completion for one in kept for completion in one.group.completions]

@@ -130,7 +130,7 @@ class StopRequested:
         threading.Thread(target=self._enforce_grace, args=(number,), name="stop-grace", daemon=True).start()
 
     def _end_unless_saving(self) -> None:
-        """End this rank after ``_LAST_WORDS_S``, because another rank has failed; not if it is saving or has saved."""
+        """End this rank after ``_LAST_WORDS_S``, because another rank has failed, unless it is saving or has saved."""
         time.sleep(_LAST_WORDS_S)
         if not (self._finished.is_set() or self._requested.is_set()):
             os._exit(PART_LOST)

@@ -165,7 +165,7 @@ def nothing() -> None:
 def abort(group: ProcessGroupGloo) -> None:
     """Break all connections of a group, so that every wait on the connections ends, also on other ranks.
 
-    gloo has no call for this, but gloo breaks the connections when a wait times out, so this lets a wait time out.
+    gloo has no call for this. But it breaks the connections when a wait times out, so this lets a wait time out.
     """
     nothing = torch.empty(1, dtype=torch.uint8)
     with contextlib.suppress(RuntimeError):

@@ -27,7 +27,7 @@ _BLAME_S = 3.0  # after a broken connection: how long to look for the cause
 
 
 def open_store(address: str, timeout_s: float) -> TCPStore:
-    """Open a store on a free port of this host, which ``address`` must name."""
+    """Open a store on a free port of this host. ``address`` must be an address of this host."""
     return TCPStore(address, 0, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 

@@ -73,7 +73,7 @@ class ParameterView:
 
 @dataclass
 class LoaderTrace:
-    """The parts of tensors that the loaders of one engine rank copy, and the parameters that they copy them to."""
+    """The parts of tensors that the loaders of one engine rank copy, and the parameters that receive the copies."""
 
     tensors: dict[str, Slice]
     """All tensors of the model, whole, by name."""
