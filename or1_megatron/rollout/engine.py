@@ -63,7 +63,7 @@ def wait_without_spinning() -> None:
 
 
 def save_host_memory() -> None:
-    """On CPU, make this process return freed memory, and keep vLLM from packing embeddings for oneDNN. Nothing reads
+    """On CPU, make this process return freed memory, and stop vLLM from packing embeddings for oneDNN. Nothing reads
     the packed copy, which is as large as the embedding. Each of vLLM's processes calls this."""
     from torch.nn.functional import linear
     from vllm.model_executor.layers import vocab_parallel_embedding as layers

@@ -27,7 +27,7 @@ PAUSES_S: Final = (0.0, 5.0, 25.0)
 _RECENT_S: Final = 60.0
 """A stall up to this long before the ranks' end may have caused the end."""
 _RAISED: Final = 1
-"""Exit code of a rank that raised another exception than a UserError."""
+"""Exit code of a rank that raised an exception other than a UserError."""
 
 
 class Restarts:
