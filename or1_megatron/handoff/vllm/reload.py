@@ -27,7 +27,7 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
     """Complete a layerwise reload, also of tied layers.
 
     A layer that shares another layer's weight (a tied output layer) is not loaded itself, so vLLM does not process it
-    again. On CPU such a layer computes with a oneDNN copy of the weight as it was at first; this function renews the copy.
+    again. On CPU such a layer computes with a oneDNN copy of the first weight, which this function renews.
     """
     finalize_layerwise_reload(model, model_config)
     seen: set[int] = set()
