@@ -220,19 +220,20 @@ class Rollouts(Protocol):
         """
 
     def trained(self) -> None:
-        """Report that the policy has trained on the collected groups; ``finished_responses`` then omits them. The
-        unused responses of ``reuse`` are dropped too, unless a rollout that is not ``urgent`` is under way."""
+        """Report that the policy has trained on the collected groups, which ``finished_responses`` then omits. Unused
+        restored responses are dropped too, unless a rollout that is not ``urgent`` is under way."""
 
     def finished_responses(self) -> bytes:
         """Return, packed (``runtime.message``), the finished responses that are not yet trained on; empty if none.
 
         These are sampled responses of rollouts under way, collected responses until ``trained`` is called, and unused
-        responses of ``reuse``. Responses of ``urgent`` rollouts are left out."""
+        restored responses. Responses of ``urgent`` rollouts are left out."""
 
-    def reuse(self, responses: bytes, version: int | None = None) -> None:
-        """Answer later requests with these responses instead of sampling again. A response answers a request that has
-        the same problem, prompt, sampling and seed. ``urgent`` rollouts always sample. ``version``: use only responses
-        whose tokens were all sampled by this version of the weights."""
+    def restore_responses(self, responses: bytes, version: int | None = None) -> None:
+        """Answer later requests with these responses of a checkpoint (``finished_responses``), instead of sampling.
+
+        A response answers a request that has the same problem, prompt, sampling and seed. ``urgent`` rollouts always
+        sample. ``version``: use only responses whose tokens were all sampled by this version of the weights."""
 
 
 class ProblemStream(Protocol):

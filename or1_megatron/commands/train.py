@@ -154,7 +154,7 @@ def _keep_running(config: Config, nodes: Nodes | None) -> int:
     from or1_megatron.config.load import to_json
     from or1_megatron.runtime.faults import FaultRecord
     from or1_megatron.runtime.launch import Ended, launch
-    from or1_megatron.runtime.restarts import Restarts, signals_leave
+    from or1_megatron.runtime.restarts import Restarts, exit_on_signals
     from or1_megatron.runtime.run_folder import RunFolder
     from or1_megatron.runtime.watchdog import Watchdog
     from or1_megatron.trainer.preflight import checkpoint_keeper
@@ -175,7 +175,7 @@ def _keep_running(config: Config, nodes: Nodes | None) -> int:
         )
 
     if nodes is not None and nodes.rank > 0:
-        with signals_leave():
+        with exit_on_signals():
             while nodes.begin():
                 attempt()
         return nodes.code

@@ -33,7 +33,7 @@ class PolicyNotFinite(UserError, RuntimeError):
 
 
 class EngineStrayed(HandoffMismatch, PartLost):
-    """A ``HandoffMismatch`` after successful handoffs. A restart may repair it."""
+    """A ``HandoffMismatch`` after successful handoffs. A restart of the ranks may repair the engine."""
 
 
 class PlanImpossible(UserError, ValueError):

@@ -1,7 +1,7 @@
 """The probe of a handoff: compares the log-probs of engines and policy on fixed tokens.
 
 In float32 no token may differ by more than a bound. In bfloat16 single tokens differ by tenths of a nat without any
-fault, but the mean over many tokens hardly changes. So the mean is compared with that of the run's first handoff.
+fault, but their mean over many tokens hardly changes. So the mean is compared with the mean of the first handoff.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BOUND = {"float32": 1e-3, "bfloat16": 0.1}  # nats
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """|engine - policy| log-prob over the probe's tokens, in nats, of the engine that differs most."""
+    """Differences |engine - policy| of the probe's log-probs, in nats; each for the engine where it is largest."""
 
     largest: float
     mean: float
@@ -47,7 +47,7 @@ class Probe:
     def __init__(
         self, config: HandoffConfig, dtype: Literal["float32", "bfloat16"], vocab_size: int, longest: int
     ) -> None:
-        """``longest``: the most tokens of prompt and response together that an engine takes."""
+        """``longest``: the most tokens that prompt and response together may have in an engine."""
         scored = config.probe_tokens or _SCORED[dtype]
         length = max(2, min(math.ceil(scored / 2) + 1, longest - 1, _LONGEST))
         self.token_ids = probe_tokens(vocab_size, length, math.ceil(scored / (length - 1)))
@@ -58,7 +58,7 @@ class Probe:
         self._baseline: float | None = None
 
     def judge(self, engines: Sequence[Sequence[Float32Array]], policy: Sequence[Float32Array]) -> ProbeResult:
-        """Compare the log-probs of one handoff. In bfloat16 the run's first handoff is the baseline of later handoffs.
+        """Compare the log-probs of one handoff. In bfloat16, later handoffs are compared with the run's first handoff.
 
         Raises:
             HandoffMismatch: engine and policy differ too much.
@@ -92,8 +92,9 @@ def compare_probe(engines: Sequence[Sequence[Float32Array]], policy: Sequence[Fl
     """Return the largest |engine - policy| log-prob over all engines, sequences and positions.
 
     Args:
-        engines: per engine and sequence, log-probs [p - 1] of tokens 1.. given the earlier tokens, temperature 1.
-        policy: per sequence, the policy's log-probs [p - 1].
+        engines: for each engine and each sequence of p tokens, the log-probs [p - 1] of all tokens except the first, at
+            temperature 1.
+        policy: for each sequence, the policy's log-probs [p - 1].
         bound: the largest tolerated difference; infinite: any finite difference is tolerated.
 
     Raises:

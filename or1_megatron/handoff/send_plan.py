@@ -2,12 +2,12 @@
 
 The plan is made once. Every rectangle that an engine rank wants is covered, exactly once, by rectangles that trainer
 ranks hold. Where several ranks hold a rectangle, the rank with the least to send sends it. Engine ranks that want equal
-slices (the n-th rank of each engine) form a group. A message has a bounded size, is packed once, and goes to each rank
-of a group.
+slices (the n-th rank of each engine) form a group. A message has a bounded size. It is packed once and sent to each
+rank of a group.
 
 Engines on the trainer's GPUs are reached in two hops: first to the trainer rank on the engine rank's GPU (its
 neighbour), then to the engine rank. NCCL refuses two ranks on one GPU, and CUDA IPC cannot leave a node, so there is no
-other way between processes. Slices that the neighbour itself holds skip the first hop.
+other way between processes. If the neighbour itself holds a slice, the first hop is left out.
 
 All messages have one order, in which every rank sends, passes on and receives. A round is one message from every rank
 that sends to a group. No deadlock is possible: the first message that has not arrived waits only for earlier messages.
@@ -74,7 +74,7 @@ def make_plan(
         wants: the slices that each engine rank wants.
         bucket_bytes: the bytes that a group receives in one round from all senders. A round is larger only where a row
             of a tensor, which is never cut, is larger than a trainer rank's equal share of these bytes.
-        neighbours: for each engine rank, from 0, the trainer rank on its device; None: there is only one hop.
+        neighbours: entry i is the trainer rank on the device of engine rank i. None: there is only one hop.
 
     Raises:
         PlanImpossible: no trainer rank holds a part of a wanted tensor.
@@ -104,7 +104,7 @@ def make_plan(
 
 
 def _groups(wants: Sequence[Sequence[Slice]], trainers: int, near: Mapping[int, int]) -> dict[Group, frozenset[Slice]]:
-    """Return the groups of engine ranks and the slices that each group wants; with neighbours, a group is one rank."""
+    """Return the slices that each group of engine ranks wants. If there are neighbours, each group has one rank."""
     alike: dict[frozenset[Slice], list[int]] = defaultdict(list)
     for index, wanted in enumerate(wants):
         alike[frozenset(wanted)].append(trainers + index)
@@ -145,7 +145,7 @@ def _channels(
 
 @lru_cache(1 << 14)  # layers and experts are alike
 def _cover(want: Box, held: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Return rectangles that together cover ``want``, each with its holders; rectangles without a holder are last."""
+    """Return rectangles that together cover ``want``, each with its holders. Those without a holder come last."""
     covered: list[Part] = []
     open_boxes = [want]
     for held_box, ranks in held:
@@ -163,9 +163,10 @@ def _cover(want: Box, held: tuple[Part, ...]) -> tuple[Part, ...]:
 
 @lru_cache(1 << 14)
 def _divide(box: Box, holders: int, itemsize: int, message_bytes: int) -> tuple[tuple[Box, int], ...]:
-    """Cut a rectangle by rows into parts of at most ``message_bytes`` or of one row; return each part with its bytes.
+    """Cut a rectangle into groups of rows, and return each part with its bytes.
 
-    A rectangle above ``_SHARED_BYTES`` is cut into about as many parts as it has holders, or more.
+    A part has at most ``message_bytes``, unless it is a single row. A rectangle of more than ``_SHARED_BYTES`` is cut
+    into about as many parts as it has holders, or more.
     """
     size_bytes = box_size(box) * itemsize
     parts = max(math.ceil(size_bytes / message_bytes), holders if size_bytes > _SHARED_BYTES else 1)

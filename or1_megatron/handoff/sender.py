@@ -16,7 +16,7 @@ vLLM's trainer factory is not used, because every trainer rank would have to imp
 
 The ranks send the parameters that the policy computes with: with ``model.dtype: bfloat16`` the bf16 parameters, not the
 optimizer's fp32 master weights. Megatron rounds the masters to the parameters after every update, so a cast of the
-masters would give equal bits, but the distributed optimizer shards them over the replicas, perhaps in host memory.
+masters would give equal bits. But the distributed optimizer shards the masters over the replicas, perhaps on the host.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WeightSender:
     def __init__(
         self, weights: PolicyWeights, rank: int, config: HandoffConfig, engines: EngineGroup | None = None
     ) -> None:
-        """``engines``: used on rank 0 only, where it is required."""
+        """``engines``: required on rank 0; ignored on other ranks."""
         self._weights, self._rank, self._config = weights, rank, config
         self._engines = engines if rank == 0 else None
         self._status: StatusStore | None = None
@@ -60,8 +60,8 @@ class WeightSender:
     def send(self, version: int) -> int:
         """Send the weights to every engine as ``version``, and empty the prefix caches. A collective call of all ranks.
 
-        Connects to the engines if necessary. On rank 0 returns the bytes that all trainer ranks sent, on other
-        ranks the bytes that this rank sent.
+        Connects to the engines if necessary. Returns the bytes that all trainer ranks sent (on rank 0), or that this
+        rank sent (on other ranks).
 
         Raises:
             SendError: on every rank, when an engine or a trainer rank failed, or was slower than ``timeout_s``.
@@ -139,7 +139,7 @@ class WeightSender:
         return transfer
 
     def _invite(self, engines: EngineGroup, status: StatusStore) -> Future[None]:
-        """Publish the model's tensors and the store's address to the engines. The future is done when all are ready."""
+        """Publish the model's tensors, and make the engines join the store. The future is done when all are ready."""
         status.publish("tensors", [whole_tensor(*tensor) for tensor in self._weights.metadata()])
         info = {
             "address": status.tcp.host,
@@ -176,7 +176,7 @@ class WeightSender:
     # -- sending -------------------------------------------------------------------------------------------------
 
     def _start_receiving(self, engines: EngineGroup) -> Future[None]:
-        """Let the engines receive in the background, while this rank packs. The future is done when all have loaded."""
+        """Make the engines receive while this rank packs. The future is done when all engines have loaded."""
         info = {"handoff": self._handoffs}
 
         def receive() -> None:
@@ -186,7 +186,7 @@ class WeightSender:
         return in_background(receive)
 
     def _compare(self, plan: HandoffPlan, status: StatusStore) -> None:
-        """Compare the checksums of what engine ranks received, summed, with those that trainer ranks sent.
+        """Compare, for each engine rank, the summed checksums of the slices it received with those sent to it.
 
         Raises:
             HandoffError: the sums differ.

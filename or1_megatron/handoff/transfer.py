@@ -107,7 +107,7 @@ class Transfer:
         """Receive this engine rank's messages in the order of the plan.
 
         Yields (shipment, message, whether the message is the last of its round). The messages of a round stay valid
-        until the first message of the next round is requested. Slices that are needed longer must be copied before.
+        until the first message of the next round is requested. Copy slices that are needed longer.
         """
         to_come = deque(self.plan.shipments)
         under_way = deque[tuple[Shipment, Future[Arrival]]]()
@@ -139,7 +139,7 @@ class Transfer:
         return [self.links.between(rank, to).send(message, to, number) for to in shipment.children(rank)]
 
     def _pass_on(self, shipment: Shipment, into: Tensor) -> Future[None]:
-        """Start to receive a message into the buffer ``into``, from which it is sent on as soon as it has arrived."""
+        """Receive a message into the buffer ``into``, and send it on from there as soon as it has arrived."""
         passed: Future[None] = Future()
 
         def arrived(arriving: Future[Arrival]) -> None:
@@ -155,7 +155,7 @@ class Transfer:
         return passed
 
     def _report(self, shipment: Shipment, failed: Future[None]) -> None:
-        """Publish why passing a message on failed, which ends the waits of all ranks."""
+        """Publish why a message was not passed on, so that the waits of all ranks end."""
         try:
             self.status.wait(failed, f"{shipment.slots[0].slice} to pass on")
         except HandoffError as error:

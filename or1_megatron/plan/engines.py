@@ -158,7 +158,7 @@ class PlannedEngines:
         self._judged_s: list[float] = []  # by ticket, when the last verdict comes
         self._free_s = [0.0] * verifiers  # heap of when each verifier is free
 
-    def ask(self, prompt_tokens: Int64Array, response_tokens: Int64Array, group_size: int) -> int:
+    def request(self, prompt_tokens: Int64Array, response_tokens: Int64Array, group_size: int) -> int:
         """Queue the requests of a rollout whose responses have these lengths; return the rollout's ticket.
 
         Shapes: [prompts] and [prompts * group_size]. An engine reads a prompt once, for all the responses that it makes

@@ -119,7 +119,7 @@ class Steps:
         self.ahead = ahead if self.stage.plateau is None else min(1, ahead)
         self.warm_up, self.counted = (self.ahead + 2, 4) if self.ahead else (0, 1)
         self.engines = machine.engines(config)
-        self.asked: list[tuple[int, Workload]] = []
+        self.requested: list[tuple[int, Workload]] = []
 
     def mean(self) -> StepTime:
         """Simulate all steps, and return the mean time of the counted steps."""
@@ -143,26 +143,26 @@ class Steps:
             response_tokens=tokens // self.counted,
         )
 
-    def _ask(self, count: int) -> None:
+    def _request_rollouts(self, count: int) -> None:
         """Start rollouts until ``count`` are under way. With refill, each has as many prompts as needed on average."""
         stage, prompts = self.stage, self.stage.prompts_per_step
         if stage.refill_prompts:
             prompts = min(math.ceil(prompts / self.lengths.kept_share), prompts + stage.refill_prompts)
-        while len(self.asked) < count:
+        while len(self.requested) < count:
             drawn = self.lengths.draw(self.when, prompts, stage.group_size, stage.max_response_tokens, self.random)
             made = Workload(*drawn, stage.group_size)
-            ticket = self.engines.ask(made.prompt_tokens, made.response_tokens, made.group_size)
-            self.asked.append((ticket, made))
+            ticket = self.engines.request(made.prompt_tokens, made.response_tokens, made.group_size)
+            self.requested.append((ticket, made))
 
     def _step(self) -> tuple[dict[str, float], UpdateTime, int]:
         """Simulate a step; return the seconds of its verbs, the time of its update, and its response tokens."""
         engines, began_s = self.engines, self.engines.now_s
-        self._ask(1 + self.ahead)
-        ticket, made = self.asked.pop(0)
+        self._request_rollouts(1 + self.ahead)
+        ticket, made = self.requested.pop(0)
         tail_s = engines.wait(ticket)
         waits = {"roll_out": engines.now_s - began_s, "verify": tail_s}
         engines.spend(tail_s)
-        self._ask(self.ahead)
+        self._request_rollouts(self.ahead)
         verbs, update = self._trainer(made)
         paused = ("hand_off", "evaluate")
         counting = {name: spent for name, spent in verbs.items() if name not in self.machine.covers}
@@ -218,5 +218,5 @@ class Steps:
 def sample(config: Config, machine: Machine, workload: Workload) -> tuple[float, float]:
     """Return (seconds until the last response of a rollout of ``workload``, seconds until the last verdict)."""
     engines = machine.engines(config)
-    tail_s = engines.wait(engines.ask(workload.prompt_tokens, workload.response_tokens, workload.group_size))
+    tail_s = engines.wait(engines.request(workload.prompt_tokens, workload.response_tokens, workload.group_size))
     return engines.now_s, engines.now_s + tail_s

@@ -189,16 +189,16 @@ class Loop:
     @stopping_verb
     def take_problems(self, stage: StageConfig) -> list[Prompt]:
         """Take D_R prompts and the prompts that a refill may need; none if the step's rollout is already under way."""
-        if self.supply.asked:
+        if self.supply.requested_steps:
             return []
-        return self.supply.take(stage)
+        return self.supply.draw_prompts(stage)
 
     @stopping_verb
     def roll_out(self, prompts: Sequence[Prompt], stage: StageConfig) -> None:
         """Sample a group of responses to each prompt and wait until the last one is decoded."""
-        if not self.supply.asked:
-            self.supply.ask(prompts, stage, self.steps_done)
-        self.supply.ask_ahead(stage, self._sure_steps(self.supply.asked))
+        if not self.supply.requested_steps:
+            self.supply.request_rollout(prompts, stage, self.steps_done)
+        self.supply.request_ahead(stage, self._sure_steps(self.supply.requested_steps))
         self.ports.rollouts.wait_decoded()
 
     @stopping_verb
@@ -212,7 +212,7 @@ class Loop:
     @stopping_verb
     def sample_ahead(self, stage: StageConfig) -> None:
         """Start the next step's rollout if it had to wait for this step's refill."""
-        self.supply.ask_ahead(stage, self._sure_steps(self.supply.asked + 1))
+        self.supply.request_ahead(stage, self._sure_steps(self.supply.requested_steps + 1))
 
     def _sure_steps(self, first: int) -> list[int]:
         """Return the steps from ``first`` steps ahead on that staleness allows and that are surely in this stage."""
@@ -377,7 +377,7 @@ class Loop:
             if (responses := newest / FINISHED_RESPONSES).is_file() and not self.schedule.over(self.steps_done):
                 # A stage's first step is never stale, even if the resume has ended the previous stage early.
                 only = self.steps_done if self.schedule.begins(self.steps_done) else None
-                self.ports.rollouts.reuse(responses.read_bytes(), only)
+                self.ports.rollouts.restore_responses(responses.read_bytes(), only)
             self.saving.saved_at = self.steps_done
             self.ports.observer.resumed(self.steps_done)
         elif self.config.begin is not None:

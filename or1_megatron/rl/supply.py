@@ -53,14 +53,14 @@ class Supply:
     def __init__(self, stream: ProblemStream, rollouts: Rollouts, advantage: AdvantageConfig, seed: int) -> None:
         self._stream, self._rollouts, self._advantage, self._seed = stream, rollouts, advantage, seed
         self._before: Mapping[str, Any] | None = None  # the stream's state before the prompts that were taken last
-        self._asked: deque[_PendingStep] = deque()  # the steps whose rollouts are under way, the oldest first
+        self._pending: deque[_PendingStep] = deque()  # the steps whose rollouts are under way, the oldest first
         self.rejected_share = 0.0
         """Share of the last step's groups that were rejected; the next step's ``RefillRule.expected_rejected``."""
 
     @property
-    def asked(self) -> int:
+    def requested_steps(self) -> int:
         """Return the number of steps whose rollouts are under way."""
-        return len(self._asked)
+        return len(self._pending)
 
     def leave_out(self, ledger: PassRateLedger, before: int, stage: StageConfig) -> Filtered | None:
         """Filter problems for ``stage`` by their pass rates in the stage ``before``; return None if no filter applies.
@@ -75,13 +75,13 @@ class Supply:
         check_prompts(stage, len(solved | outside), left)
         return Filtered(len(solved), len(outside), left)
 
-    def take(self, stage: StageConfig) -> list[Prompt]:
+    def draw_prompts(self, stage: StageConfig) -> list[Prompt]:
         """Return the next step's prompts: D_R and the refill. Raises DataError when the stream has fewer than D_R."""
         self._before = self._stream.state()
         wanted, left = stage.prompts_per_step, self._stream.left
         return self._stream.take(wanted + max(0, min(stage.refill_prompts, left - wanted)))
 
-    def ask(self, prompts: Sequence[Prompt], stage: StageConfig, step: int) -> None:
+    def request_rollout(self, prompts: Sequence[Prompt], stage: StageConfig, step: int) -> None:
         """Start the rollout of step ``step`` (from 0), whose prompts were taken last."""
         sampling = Sampling(stage.temperature, stage.top_p, stage.max_response_tokens)
         keeps, rule = KeepsGroup(self._advantage, stage.max_response_tokens), None
@@ -89,30 +89,30 @@ class Supply:
             rule = RefillRule(stage.prompts_per_step, keeps, self.rejected_share)
         self._rollouts.roll_out(prompts, stage.group_size, sampling, derive_seed(self._seed, "rollout", step), rule)
         assert self._before is not None
-        self._asked.append(_PendingStep(self._before, rule is not None, keeps))
+        self._pending.append(_PendingStep(self._before, rule is not None, keeps))
 
-    def ask_ahead(self, stage: StageConfig, steps: Iterable[int]) -> None:
+    def request_ahead(self, stage: StageConfig, steps: Iterable[int]) -> None:
         """Start the rollouts of later ``steps``. None is started while a step with refill is under way, because the
         prompts after a refill are not yet known."""
         for step in steps:
-            if any(asked.refilled for asked in self._asked):
+            if any(pending.refilled for pending in self._pending):
                 return
-            self.ask(self.take(stage), stage, step)
+            self.request_rollout(self.draw_prompts(stage), stage, step)
 
     def collect(self) -> tuple[list[Group], RolloutReport]:
         """Return the groups of the oldest step; prompts that the step did not need go back to the stream."""
         groups, report = self._rollouts.collect()
-        asked = self._asked.popleft()
-        if asked.refilled:
-            self._stream.restore(asked.before)
+        step = self._pending.popleft()
+        if step.refilled:
+            self._stream.restore(step.before)
             self._stream.take(len(groups))
-        self.rejected_share = 1 - sum(map(asked.keeps, groups)) / len(groups)
+        self.rejected_share = 1 - sum(map(step.keeps, groups)) / len(groups)
         return groups, report
 
     def state(self) -> dict[str, Any]:
         """Return the JSON-able state, with the stream as before the rollouts under way: a resumed run repeats them."""
         return {
-            "stream": self._asked[0].before if self._asked else self._stream.state(),
+            "stream": self._pending[0].before if self._pending else self._stream.state(),
             "rejected_share": self.rejected_share,
         }
 

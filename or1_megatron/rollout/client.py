@@ -1,4 +1,4 @@
-"""``interfaces.Rollouts`` on trainer rank 0: calls the RolloutManager, and replaces it if it dies during a rollout."""
+"""Implements ``interfaces.Rollouts`` on trainer rank 0: calls the RolloutManager, and restarts a lost manager."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.interfaces import Stopped
-from or1_megatron.rollout.cluster import ASK_EVERY_S, check_ray, namespace, wait_for
+from or1_megatron.rollout.cluster import CHECK_EVERY_S, check_ray, namespace, wait_for
 from or1_megatron.rollout.engine_pool import START_S, EnginePool
 from or1_megatron.rollout.manager import ANSWER_S, ManagerActor, RolloutError
 from or1_megatron.rollout.ray_errors import failure_of
@@ -33,22 +33,23 @@ _STOP_POLL_S = 0.5
 
 
 @dataclass(slots=True)
-class _Asked:
+class _RequestedRollout:
     """A rollout under way, with all that is needed to request it again from another manager."""
 
     batch: bytes
-    of_manager: int
+    manager_ticket: int
     """The rollout's ticket at the present manager."""
-    reused: list[Completion]
-    """The rollout's responses that were sampled before a resume."""
+    restored: list[Completion]
+    """The rollout's responses that came from a checkpoint (``restore_responses``)."""
     urgent: bool
 
 
 class RolloutsClient:
     """Implements ``interfaces.Rollouts`` with the manager actor. Every wait has a deadline.
 
-    After ``revive_with`` was called, a manager that dies is replaced. The engines abort their requests. The new manager
-    takes the engines' finished responses, and requests the rest of the rollouts under way with the same seeds.
+    After ``allow_restarts`` was called, a lost manager is restarted. The engines abort the lost manager's requests. The
+    new manager takes the responses that the engines have finished, and requests all other responses of the rollouts
+    under way again, with the same seeds.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class RolloutsClient:
         Args:
             abilities: the abilities of the problems to verify, such as {"math"}.
             stop: returns true once the run has been asked to stop; waits then end with ``Stopped``.
-            answer_s: the argument of ``RolloutManager``.
+            answer_s: passed to ``RolloutManager``.
 
         Raises:
             RolloutError: the manager or a verifier did not start.
@@ -81,33 +82,34 @@ class RolloutsClient:
         self._deadline_s = config.step_timeout_s + _MARGIN_S
         self._restarts_left = self._max_restarts = config.max_engine_restarts
         self._progress = (0, 0)
-        self._asked: dict[int, _Asked] = {}  # the rollouts under way, by the tickets of this client
+        self._under_way: dict[int, _RequestedRollout] = {}  # by ticket of this client
         self._tickets = itertools.count(1)
         self._collected: list[Completion] = []  # and not trained
-        self._reused: dict[int, Completion] = {}  # by seed: responses of a checkpoint, until they are requested
-        self._revive: Callable[[], None] | None = None
-        self._on_restart: Callable[[str], None] = lambda reason: None
+        self._restored: dict[int, Completion] = {}  # by seed: responses of a checkpoint, until they are requested
+        self._restart_engines: Callable[[], None] | None = None
+        self._on_manager_restart: Callable[[str], None] = lambda reason: None
         self._in_turns = False
 
-    def revive_with(
+    def allow_restarts(
         self,
-        revive: Callable[[], None],
-        on_restart: Callable[[str], None] = lambda reason: None,
+        restart_engines: Callable[[], None],
+        on_manager_restart: Callable[[str], None] = lambda reason: None,
         in_turns: bool = False,
     ) -> None:
-        """From now on, replace dead engines and a dead manager instead of ending the wait with an error.
+        """From now on, restart lost engines and a lost manager instead of ending the wait with an error.
 
         Args:
-            revive: replaces lost engines and calls ``rejoin``. Until then other engines sample the lost ones' requests.
-            on_restart: called with the reason when the manager is replaced.
-            in_turns: engines and trainer use the same GPUs in turns, so that no engine may decode during ``revive``.
-                Then the engines abort all requests first, and another manager requests them again.
+            restart_engines: a function that restarts lost engines and then calls ``engines_restarted``. Before that,
+                other engines may sample the lost engines' requests.
+            on_manager_restart: called with the reason when the manager is restarted.
+            in_turns: whether engines and trainer use the same GPUs in turns, so that no engine may decode during
+                ``restart_engines``. The engines then abort all requests first, and a new manager requests them again.
         """
-        self._revive, self._on_restart, self._in_turns = revive, on_restart, in_turns
+        self._restart_engines, self._on_manager_restart, self._in_turns = restart_engines, on_manager_restart, in_turns
 
-    def rejoin(self, engines: Sequence[Any]) -> None:
-        """Give the manager the handles of all engines, after some engines were replaced and serve again."""
-        self._call("rejoin", list(engines))
+    def engines_restarted(self, engines: Sequence[Any]) -> None:
+        """Give the manager the handles of all engines, after some engines were restarted and serve again."""
+        self._call("engines_restarted", list(engines))
 
     def roll_out(
         self,
@@ -123,7 +125,7 @@ class RolloutsClient:
         Raises:
             RolloutError: an engine or the verification failed, or the deadline passed. All methods raise this.
             RayLost: Ray is lost. All methods that wait raise this.
-            Stopped: a stop has been requested, and the rollout is lost. All methods that wait raise this.
+            Stopped: a stop has been requested, and the rollout is abandoned. All methods that wait raise this.
             ValueError: there is nothing to sample.
         """
         if not prompts or group_size < 1:
@@ -133,23 +135,24 @@ class RolloutsClient:
         arguments = {"prompts": list(prompts), "group_size": group_size, "sampling": sampling, "seed": seed}
         batch = pack(arguments | {"rule": rule, "urgent": urgent})
         self._progress = (0, len(prompts) * group_size)
-        may_reuse = self._reused and not urgent
-        requests: Iterable[Request] = plan_requests(prompts, group_size, sampling, seed).values() if may_reuse else ()
-        reused = self._sampled_before(requests)
-        known = [pack(reused)]
-        of_manager = self._get(lambda manager: manager.roll_out.remote(batch, known))
+        may_restore = self._restored and not urgent
+        requests: Iterable[Request] = plan_requests(prompts, group_size, sampling, seed).values() if may_restore else ()
+        restored = self._restored_for(requests)
+        known = [pack(restored)]
+        manager_ticket = self._get(lambda manager: manager.roll_out.remote(batch, known))
         for request in requests:
-            self._reused.pop(request.seed, None)
+            self._restored.pop(request.seed, None)
         ticket = next(self._tickets)
-        self._asked[ticket] = _Asked(batch, of_manager, reused, urgent)
+        self._under_way[ticket] = _RequestedRollout(batch, manager_ticket, restored, urgent)
         return ticket
 
-    def _sampled_before(self, requests: Iterable[Request]) -> list[Completion]:
-        """Return the responses of ``reuse`` whose seed and ``request_digest`` match one of these requests.
+    def _restored_for(self, requests: Iterable[Request]) -> list[Completion]:
+        """Return the restored responses whose seed and ``request_digest`` match one of these requests.
 
-        A seed is made from the request's position in its step, where after a resume another stage's prompt may be.
+        The seed alone is not enough: it depends on the request's position in its step, and after a resume another
+        stage's prompt may have this position.
         """
-        known = [(request, self._reused[request.seed]) for request in requests if request.seed in self._reused]
+        known = [(request, self._restored[request.seed]) for request in requests if request.seed in self._restored]
         same = [made for request, made in known if made.request_digest == request_digest(request)]
         if len(same) < len(known):
             log.warning(
@@ -163,28 +166,29 @@ class RolloutsClient:
     def wait_decoded(self, ticket: int | None = None) -> None:
         """Block until the last response of a rollout (None: the oldest) has been sampled."""
         with span("wait", waits_for="the engines"):
-            self._get(lambda manager: manager.wait_decoded.remote(self._of_manager(ticket)))
+            self._get(lambda manager: manager.wait_decoded.remote(self._manager_ticket(ticket)))
 
     def collect(self, ticket: int | None = None) -> tuple[list[Group], RolloutReport]:
         """Block until every response of a rollout has its verdict; return the groups in the order of the prompts."""
         with span("wait", waits_for="the verifiers"):
-            answer = self._get(lambda manager: manager.collect.remote(self._of_manager(ticket)))
+            answer = self._get(lambda manager: manager.collect.remote(self._manager_ticket(ticket)))
         groups, report = unpack(answer)
-        self._manager.release.remote()  # not before: a successor would have them sampled again
-        asked = self._asked.pop(min(self._asked) if ticket is None else ticket)
-        if not asked.urgent:
+        self._manager.forget_collected.remote()  # not before: a new manager would have them sampled again
+        requested = self._under_way.pop(min(self._under_way) if ticket is None else ticket)
+        if not requested.urgent:
             self._collected += [made for group in groups for made in group.completions]
         self._restarts_left = self._max_restarts
         return groups, report
 
     def trained(self) -> None:
-        """Drop the collected responses, and the unused ones of ``reuse`` unless a non-urgent rollout is under way."""
+        """Drop the collected responses; the restored ones too, unless a rollout that is not urgent is under way."""
         self._collected.clear()
-        if all(asked.urgent for asked in self._asked.values()):
-            self._reused.clear()  # nobody has asked for the rest
+        if all(requested.urgent for requested in self._under_way.values()):
+            self._restored.clear()  # nobody has requested the rest
 
     def progress(self) -> tuple[int, int]:
-        """Return (responses finished, responses requested), as last known if the manager does not answer at once."""
+        """Return (responses finished, responses expected) of the first rollout; the last known numbers if the manager
+        does not answer at once."""
         try:
             self._progress = self._call("progress", timeout_s=_PROGRESS_S)
         except RolloutError:
@@ -192,23 +196,24 @@ class RolloutsClient:
         return self._progress
 
     def finished_responses(self) -> bytes:
-        """Return the packed finished responses. If the manager does not answer, its responses are left out and sampled
-        again later, so that no checkpoint fails because of them."""
-        finished = [*self._reused.values(), *self._collected]
-        under_way = [asked for asked in self._asked.values() if not asked.urgent]
+        """Return the packed finished responses. If the manager does not answer, the responses that only the manager has
+        are left out and are sampled again after a resume, so that no checkpoint fails because of them."""
+        finished = [*self._restored.values(), *self._collected]
+        under_way = [requested for requested in self._under_way.values() if not requested.urgent]
         try:
             if under_way:
                 finished += unpack(self._call("finished_responses", timeout_s=_RESPONSES_S))
         except (RolloutError, MessageDamaged) as error:
             log.warning("a checkpoint gets no finished responses: %s", error)
         seeds = {made.seed for made in finished}
-        finished += [made for asked in under_way for made in asked.reused if made.seed not in seeds]
+        finished += [made for requested in under_way for made in requested.restored if made.seed not in seeds]
         return pack(finished) if finished else b""
 
-    def reuse(self, responses: bytes, version: int | None = None) -> None:
-        """Let later rollouts that are not urgent take these responses for equal requests; ignore unreadable responses.
+    def restore_responses(self, responses: bytes, version: int | None = None) -> None:
+        """Let later rollouts, except urgent ones, take these responses for equal requests instead of sampling.
 
-        ``version``: keep only responses that this version sampled alone. ``trained`` drops unused responses.
+        ``version``: keep only responses whose tokens were all sampled by this version. Responses that cannot be read
+        are ignored. ``trained`` drops unused responses.
         """
         try:
             finished = {
@@ -220,7 +225,7 @@ class RolloutsClient:
             log.warning("the checkpoint's finished responses cannot be read and are sampled again: %s", error)
             return
         log.info("%d responses were sampled before the checkpoint: the same requests reuse them", len(finished))
-        self._reused |= finished
+        self._restored |= finished
 
     def close(self) -> None:
         """End the manager and its verifiers."""
@@ -231,26 +236,26 @@ class RolloutsClient:
         ray.kill(self._manager, no_restart=True)
 
     def _call(self, method: str, *args: Any, timeout_s: float = _MARGIN_S) -> Any:
-        """Call a method that the manager answers at once. Unlike ``_get``, this replaces no lost engine or manager."""
+        """Call a method that the manager answers at once. Unlike ``_get``, this restarts no lost engine or manager."""
         try:
             return ray.get(getattr(self._manager, method).remote(*args), timeout=timeout_s)
         except RayError as error:
             raise RolloutError(f"the RolloutManager did not answer '{method}': {failure_of(error)}") from error
 
-    def _engines_lost(self) -> Mapping[int, str]:
+    def _lost_engines(self) -> Mapping[int, str]:
         try:
-            lost: Mapping[int, str] = self._call("engines_lost", timeout_s=_PROGRESS_S)
+            lost: Mapping[int, str] = self._call("lost_engines", timeout_s=_PROGRESS_S)
         except RolloutError:
-            return {}  # asked again soon; the manager's own death ends the wait
+            return {}  # called again soon; the manager's own death ends the wait
         return lost
 
-    def _of_manager(self, ticket: int | None) -> int | None:
-        """Return the present manager's ticket of a rollout. None: there is no such rollout, and the manager says so."""
-        asked = self._asked.get(min(self._asked, default=0) if ticket is None else ticket)
-        return None if asked is None else asked.of_manager
+    def _manager_ticket(self, ticket: int | None) -> int | None:
+        """Return the present manager's ticket of a rollout (None: the oldest); None if there is no such rollout."""
+        requested = self._under_way.get(min(self._under_way, default=0) if ticket is None else ticket)
+        return None if requested is None else requested.manager_ticket
 
     def _get(self, call: Callable[[Any], Any]) -> Any:
-        """Wait for the answer to ``call(manager)`` and return it; meanwhile replace lost engines or a lost manager."""
+        """Return the answer to ``call(manager)``. While waiting for it, restart lost engines and a lost manager."""
         deadline = time.monotonic() + self._deadline_s
         while True:
             answer = call(self._manager)
@@ -261,63 +266,62 @@ class RolloutsClient:
             except RayTaskError as error:
                 raise RolloutError(str(error.cause)) from error
             except RayError as error:
-                self._take_over(failure_of(error))
+                self._restart_lost_manager(failure_of(error))
 
     def _wait(self, call: Any, deadline: float) -> bool:
-        """Wait until the call has ended. Returns False if the manager was replaced, and the call must be repeated."""
+        """Wait until the call has ended. Returns False if the call must be repeated, to a new manager."""
         while not ray.wait([call], timeout=_STOP_POLL_S)[0]:
             if self._stop():
                 raise Stopped("rollout abandoned: the run has been asked to stop")
-            check_ray(ASK_EVERY_S)
-            if lost := self._engines_lost():
-                if self._revive is None:
+            check_ray(CHECK_EVERY_S)
+            if lost := self._lost_engines():
+                if self._restart_engines is None:
                     died = (f"engine {index} died during the rollout: {why}" for index, why in lost.items())
                     raise RolloutError("; ".join(died))
                 if self._in_turns:
-                    self._ask_again()
+                    self._replace_manager()
                     return False
-                self._revive()
+                self._restart_engines()
             if time.monotonic() > deadline:
                 raise RolloutError(f"the RolloutManager did not answer within {self._deadline_s:g} s")
         return True
 
-    def _take_over(self, reason: str) -> None:
-        """Replace the lost manager, and let the new one request the rollouts under way again.
+    def _restart_lost_manager(self, reason: str) -> None:
+        """Restart the lost manager, and request the rollouts under way from the new manager.
 
         Raises:
-            RolloutError: ``revive_with`` was not called, or the manager was replaced too often within one rollout.
+            RolloutError: ``allow_restarts`` was not called, or the manager was restarted too often within one rollout.
             RayLost: Ray is lost too.
         """
-        if self._revive is None or self._restarts_left == 0 or self._stop():
+        if self._restart_engines is None or self._restarts_left == 0 or self._stop():
             raise RolloutError(f"the RolloutManager is lost: {reason}")
         check_ray()
         log.warning("the RolloutManager is lost and is started again: %s", reason)
         self._restarts_left -= 1
-        self._on_restart(reason)
-        self._ask_again()
+        self._on_manager_restart(reason)
+        self._replace_manager()
 
-    def _ask_again(self) -> None:
-        """Start another manager, which requests the responses of the rollouts under way that are not yet sampled.
+    def _replace_manager(self) -> None:
+        """Kill the manager and start a new one, which requests all responses that are not sampled yet.
 
-        The present manager may live and only be out of reach. It is killed, because engines answer an old manager at
-        once with nothing, and it would call them again and again.
+        A lost manager may still run and only be unreachable. If it were not killed, it would call the engines again and
+        again, because engines answer an old manager at once, with nothing.
         """
         ray.kill(self._manager, no_restart=True)
         self._number += 1
-        finished = [part for engine in self._pool.handles for part in self._recall(engine)]
+        finished = [part for engine in self._pool.handles for part in self._take_finished(engine)]
         self._manager = self._start_manager()
-        if self._in_turns and self._revive is not None:
-            self._revive()
-        for asked in self._asked.values():
-            asked.of_manager = self._call("roll_out", asked.batch, [pack(asked.reused), *finished])
+        if self._in_turns and self._restart_engines is not None:
+            self._restart_engines()
+        for rollout in self._under_way.values():
+            rollout.manager_ticket = self._call("roll_out", rollout.batch, [pack(rollout.restored), *finished])
             finished = []
-        if finished:  # the lost manager's last call, its release, did not reach the engines
+        if finished:  # the lost manager's last call, ``forget``, did not reach the engines
             seeds = [made.seed for part in finished for made in unpack(part)]
             for engine in self._pool.handles:
-                engine.release.remote(seeds)  # nobody waits for it
+                engine.forget.remote(seeds)  # nobody waits for it
 
     def _start_manager(self) -> Any:
-        """Start a manager with the number ``_number`` over the pool's present engines, and return its handle."""
         name = "rollout-manager" + (f"-restart-{self._number}" if self._number else "")
         manager = ManagerActor.options(name=name, namespace=namespace(self._run_id)).remote(
             self._pool.handles, *self._manager_settings, self._number, self._answer_s
@@ -334,13 +338,10 @@ class RolloutsClient:
             raise RolloutError(f"rollout manager and verifiers did not start: {failure_of(error)}") from error
         return manager
 
-    def _recall(self, engine: Any) -> list[bytes]:
-        """Let an engine abort the requests of the lost manager, and return the responses that it has finished, packed.
-
-        For a dead engine, which is replaced later, return an empty list.
-        """
+    def _take_finished(self, engine: Any) -> list[bytes]:
+        """Make an engine abort the old manager's requests. Returns the packed finished responses; [] if it is lost."""
         try:
-            return [ray.get(engine.recall.remote(self._number), timeout=_MARGIN_S)]
+            return [ray.get(engine.switch_manager.remote(self._number), timeout=_MARGIN_S)]
         except RayError as error:
             log.warning("an engine could not give up the requests of the lost manager: %s", failure_of(error))
             return []

@@ -1,4 +1,4 @@
-"""Starts Ray for a run as its own cluster on this machine, or connects to a running cluster; checks that Ray lives.
+"""Starts Ray for a run as its own cluster on this machine, or connects to a running cluster; checks that Ray answers.
 
 When the driver (trainer rank 0) is killed, the kernel ends gcs_server and raylet with it. The workers (engines,
 manager, verifiers) follow within about two seconds (measured with Ray 2.60), and Ray's two agents within a minute, or
@@ -31,8 +31,8 @@ _OBJECT_STORE_BYTES = 128 << 20  # completions and verdicts only; weights never 
 _REAP_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
 _ALIVE_TIMEOUT_S = 30.0  # deadline for an answer of Ray's own processes, which need a core
-ASK_EVERY_S = 5.0
-"""How often a long wait checks that Ray lives."""
+CHECK_EVERY_S = 5.0
+"""How often a long wait calls ``check_ray``."""
 _START_PATIENCE_S = 300.0
 START_WAITS = {
     "RAY_agent_register_timeout_ms": "300000",
@@ -56,7 +56,7 @@ _SETTINGS_TYPE = b"\x04"
 logger = logging.getLogger(__name__)
 
 _services: dict[str, str] = {}  # Ray's head and this node's raylet: "host:port"
-_asked_s = 0.0  # when the services were asked last
+_checked_s = 0.0  # when the services were asked last
 
 
 class ClusterError(UserError, RuntimeError):
@@ -129,7 +129,7 @@ def start_ray(address: str | None, run_id: str) -> None:
 
 @contextlib.contextmanager
 def _patient_start() -> Iterator[None]:
-    """Within the block, let ``ray.init`` wait for its processes while they live, for at most ``_START_PATIENCE_S``.
+    """Within the block, let ``ray.init`` wait for Ray's processes while they run, for at most ``_START_PATIENCE_S``.
 
     Ray 2.60 gives its raylet 30 s to register, and the raylet ends itself when its agents have not written files with
     their ports within 15 s (ray-project/ray#65983). So the ports are chosen and written before the agents start.
@@ -168,17 +168,18 @@ def _raylet_lives() -> bool:
 
 
 def check_ray(every_s: float = 0.0) -> None:
-    """Check that Ray's head and this node's raylet each answer in 30 s, if the last check is ``every_s`` seconds old.
+    """Check that Ray's head and this node's raylet each answer within 30 s.
 
-    Ray's own calls fail 15 s after the raylet's death. If the head is dead they wait until Ray aborts the process.
+    Does nothing if the last check was less than ``every_s`` seconds ago. Ray's own calls notice the raylet's death only
+    after 15 s. After the death of the head they wait until Ray aborts this process.
 
     Raises:
         RayLost: the head or the raylet does not answer.
     """
-    global _asked_s
-    if time.monotonic() - _asked_s < every_s:
+    global _checked_s
+    if time.monotonic() - _checked_s < every_s:
         return
-    _asked_s = time.monotonic()
+    _checked_s = time.monotonic()
     for name, address in _services.items():
         try:
             speaks_ray = _speaks_grpc(address, _ALIVE_TIMEOUT_S)
@@ -197,8 +198,8 @@ def wait_for(calls: Sequence[Any], timeout_s: float) -> list[Any]:
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = max(0.0, deadline - time.monotonic())
-        done, _ = ray.wait(list(calls), num_returns=1, timeout=min(left_s, ASK_EVERY_S))
-        if done or left_s <= ASK_EVERY_S:
+        done, _ = ray.wait(list(calls), num_returns=1, timeout=min(left_s, CHECK_EVERY_S))
+        if done or left_s <= CHECK_EVERY_S:
             return list(done)
         check_ray()
 
@@ -237,7 +238,7 @@ def wait_for_nodes(count: int, timeout_s: float) -> None:
 def reap_run(run_id: str, timeout_s: float = _REAP_TIMEOUT_S) -> None:
     """End the actors that an earlier attempt of this run left, and wait until their names are free.
 
-    Raises ClusterError when one is still there after ``timeout_s``.
+    Raises ClusterError when an actor is still there after ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -276,10 +277,10 @@ def _check_answers(address: str) -> None:
 
 
 def _speaks_grpc(address: str, timeout_s: float) -> bool:
-    """Return whether the service at host:port speaks gRPC, as Ray does; with TLS, True if a service listens there.
+    """Return whether the service at host:port speaks gRPC, as Ray does. With TLS, any service that listens counts.
 
-    gRPC is HTTP/2: the server answers the client's opening with a SETTINGS frame (RFC 9113, section 3.4), 3 bytes of
-    length, then the type. Raises OSError if nothing answers.
+    gRPC uses HTTP/2: the server answers the client's opening with a SETTINGS frame (RFC 9113, section 3.4), which
+    begins with 3 bytes of length and the type. Raises OSError if nothing answers.
     """
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:

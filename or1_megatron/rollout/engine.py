@@ -1,4 +1,4 @@
-"""One vLLM engine, stepped by us: requests in flight wait while weights are replaced, then use the new weights.
+"""Runs one vLLM engine: samples by seeds, scores prompts, and takes new weights while requests in flight wait.
 
 vLLM's core runs in this process, without vLLM's engine-core process: the engine already has a process of its own, and
 every token would otherwise cross one more socket. ``engine_pool.engine_env`` has the environment for this. The engine
@@ -10,9 +10,9 @@ Seeds: the random bits of a token depend on its request's seed and its position 
 batch, so the same seed in another batch can, rarely, give another token. The same requests submitted in the same order
 to a fresh engine give the same tokens on CPU.
 
-Weights: an engine serves one certified version, or nothing. From ``start_weight_update`` on all requests wait, also the
-requests in flight. After ``finish_weight_update`` the engine answers ``score_prompts``, with which the trainer checks
-the weights, and ``certify`` makes the engine serve these weights.
+Weights: an engine decodes only with weights that the trainer has checked. From ``start_weight_update`` on all requests
+wait, also the requests in flight. After ``finish_weight_update`` the engine answers ``score_prompts``, with which the
+trainer checks the weights. ``resume_generation`` then makes the engine decode with these weights.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def wait_without_spinning() -> None:
         shm_broadcast.sched_yield = partial(time.sleep, _POLL_S)
 
 
-def hold_less() -> None:
-    """On CPU, make this process return freed memory, and keep vLLM from packing embeddings for oneDNN: nothing reads
+def save_host_memory() -> None:
+    """On CPU, make this process return freed memory, and stop vLLM from packing embeddings for oneDNN. Nothing reads
     the packed copy, which is as large as the embedding. Each of vLLM's processes calls this."""
     from torch.nn.functional import linear
     from vllm.model_executor.layers import vocab_parallel_embedding as layers
@@ -86,7 +86,7 @@ def hold_less() -> None:
 
 
 def pass_rows_as_bytes() -> None:
-    """Make vLLM's core in this process return a request's rows of ``worker.SeededSampler`` as bytes.
+    """Make vLLM's core in this process return, as bytes, the rows of a request that ``worker.SeededSampler`` made.
 
     vLLM's own four objects per token take longer to make and to free than all our work on a token.
     """
@@ -102,7 +102,7 @@ def pass_rows_as_bytes() -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The settings of one engine. ``index`` is its number among the run's engines."""
+    """The settings of one engine. ``index`` is the engine's number among the run's engines."""
 
     index: int
     model: Path
@@ -111,7 +111,7 @@ class EngineSettings:
     """Tokens of the longest prompt + response."""
     config: RolloutConfig
     serves_folder: bool = True
-    """Whether the engine may serve the folder's weights. If not, it serves nothing before a handoff."""
+    """Whether the engine may decode with the weights in the folder ``model``. If not, it waits for a handoff."""
     metrics_port: int | None = None  # at which the engine serves vLLM's metrics
 
 
@@ -185,8 +185,8 @@ class VllmEngine:
         gc.freeze()
         gc.set_threshold(50_000, 50, 100)
 
-    def unserved(self) -> str:
-        """Return why nobody can read the engine's metrics; empty if they can be read or are not asked for."""
+    def metrics_fault(self) -> str:
+        """Return why Prometheus cannot read the engine's metrics. Empty if it can, or if no port is configured."""
         return "" if self._metrics is None else self._metrics.fault
 
     @property
@@ -195,14 +195,15 @@ class VllmEngine:
 
     @property
     def idle(self) -> bool:
-        """Return whether there is nothing to step: no requests, or no certified weights to decode them with."""
+        """Return whether there is nothing to step: no requests, or no checked weights to decode them with."""
         return not self._serving or not self.pending
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests for decoding. They wait while weights are replaced.
 
         Raises:
-            ValueError: a prompt and its response's limit together exceed the engine's longest sequence.
+            ValueError: a prompt and the longest allowed response together exceed the engine's longest sequence, or a
+                seed is not an integer of 64 bits.
         """
         for request in requests:
             total = len(request.prompt.token_ids) + request.sampling.max_response_tokens
@@ -237,7 +238,7 @@ class VllmEngine:
         return finished
 
     def abort(self, seeds: Sequence[int]) -> list[int]:
-        """Abort the pending requests of these seeds, and return the aborted seeds. Any other request has finished."""
+        """Abort the pending requests of these seeds, and return the aborted seeds. The other requests have finished."""
         wanted = set(seeds)
         names = [name for name, each in self._pending.items() if each.request.seed in wanted]
         self._engine.engine_core.abort_requests(names)
@@ -250,11 +251,11 @@ class VllmEngine:
         return finished
 
     def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[Float32Array]:
-        """Return for each sequence the log-probs [p - 1] of tokens 1.. given the tokens before, at temperature 1.
+        """Return for each sequence of p tokens the log-probs [p - 1] of all tokens after the first, at temperature 1.
 
-        The first sequence's last token is scored as responses are decoded, on top of the prefix cache; all other tokens
-        are computed afresh. Requests in flight advance meanwhile; their completions wait until the weights are
-        certified.
+        The last token of the first sequence is computed on top of the prefix cache, as tokens of responses are. All
+        other tokens are computed afresh. Requests in flight advance meanwhile, but ``step`` returns their completions
+        only after ``resume_generation``.
 
         Raises:
             RuntimeError: a weight update was not completed, so that old and new weights may be mixed.
@@ -334,7 +335,7 @@ class VllmEngine:
         self._llm.init_weight_transfer_engine({"init_info": {**init_info, "engine_index": self._settings.index}})
 
     def start_weight_update(self) -> None:
-        """Begin a weight update. Nothing is decoded until ``certify``. An unfinished earlier update is given up."""
+        """Begin a weight update; an unfinished one is abandoned. All requests wait until ``resume_generation``."""
         if self._serving and not self._asleep and self._probed is not None:
             # Put the probe's tokens into the prefix cache: if it outlives the update, the next probe finds them stale.
             self._score_last(self._probed)
@@ -349,7 +350,7 @@ class VllmEngine:
         self._llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, version: int) -> None:
-        """Make the received weights the model, as ``version``, and drop what was computed from the old weights.
+        """Complete an update: the model now has the received weights, ``version``. Drop the old weights' prefix cache.
 
         Raises:
             RuntimeError: the prefix cache of the old weights could not be dropped, or the model does not hold the
@@ -363,8 +364,8 @@ class VllmEngine:
             )
         self._updating = False
 
-    def certify(self, version: int) -> None:
-        """Serve the weights, which the trainer has checked to be ``version``."""
+    def resume_generation(self, version: int) -> None:
+        """Decode with the new weights, which the trainer has checked. RuntimeError if they are not ``version``."""
         if self._updating or version != self.version:
             held = "a mixture" if self._updating else f"version {self.version}"
             raise RuntimeError(f"engine {self._settings.index} cannot serve version {version}: it holds {held}")
@@ -387,7 +388,7 @@ class VllmEngine:
         self._asleep = self._asleep and "kv_cache" not in tags
 
     def _add(self, token_ids: Int32Array, params: Any, priority: int = 0) -> str:
-        """Give a request to vLLM's core and return the core's name for it. The lowest ``priority`` comes first."""
+        """Give a request to vLLM's core and return the core's name for it. Lower ``priority`` numbers come first."""
         name = next(self._names)
         params.skip_clone = True  # a deep copy takes longer than all else here, and the parameters are this request's
         prompt = {"type": "token", "prompt_token_ids": token_ids.tolist()}
@@ -441,10 +442,10 @@ def _name(request: Request) -> str:
 
 
 def _accepted(histogram: Sequence[int], tokens: int) -> int:
-    """Return how many of a response's ``tokens`` were drafted; the first token never is.
+    """Return how many of a response's ``tokens`` were drafted. The first token never is.
 
-    ``histogram``: [n] passes that accepted n drafted tokens. vLLM also counts drafted tokens that it cuts off after the
-    response's end.
+    ``histogram``: entry n is the number of forward passes that accepted n drafted tokens. vLLM also counts drafted
+    tokens after the response's end, which it cuts off.
     """
     return min(sum(accepted * passes for accepted, passes in enumerate(histogram)), tokens - 1)
 

@@ -1,4 +1,4 @@
-"""Checks further arguments that a run gives to vLLM's engine (``rollout.engine_args``).
+"""Checks the arguments that a run passes on to vLLM's engine (``rollout.engine_args``).
 
 ``REFUSED`` lists the arguments that the trainer sets itself, or that would break seeds, log-probs, weight transfer or
 sleep. vLLM judges all others, by the annotations and validators of its ``EngineArgs`` (vLLM 0.32.0). The check runs in
@@ -77,14 +77,14 @@ REFUSED: Final[Mapping[str, str]] = {
 """Arguments that a run may not give, each with the reason."""
 
 DRAFTS_OF_TEXT: Final = ("ngram", "suffix")
-"""Methods of ``speculative_config`` that draft from text without a draft model: each draft is one certain token."""
+"""Methods of ``speculative_config`` that draft from text, without a draft model and without probabilities."""
 
 
 def check_engine_args(config: RolloutConfig) -> None:
     """Check ``engine_args`` against ``REFUSED`` and, where vLLM is installed, against vLLM's arguments. Takes seconds.
 
     Raises:
-        ConfigError: a line for each fault.
+        ConfigError: an argument is wrong. The message has a line for each fault.
     """
     if not config.engine_args:
         return
@@ -106,7 +106,7 @@ def check_engine_args(config: RolloutConfig) -> None:
 
 
 def refusals(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return, by argument, a line for each argument in ``REFUSED``, and for a speculative method with a draft model."""
+    """Return why arguments are refused, by argument: those in ``REFUSED``, and speculation with a draft model."""
     refused = {name: f"{_KEY}.{name}: refused: {REFUSED[name]}" for name in arguments if name in REFUSED}
     drafts = arguments.get("speculative_config")
     if isinstance(drafts, dict) and drafts.get("method") not in DRAFTS_OF_TEXT:
@@ -118,7 +118,7 @@ def refusals(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 
 def faults(arguments: Mapping[str, Any]) -> list[str]:
-    """Return a line for each argument that vLLM's ``EngineArgs`` does not have, and each value that it does not accept.
+    """Return a line for each argument that vLLM's ``EngineArgs`` lacks, and for each value that vLLM does not accept.
 
     ``speculative_config``, for which ``EngineArgs`` accepts any mapping, is checked as vLLM's ``SpeculativeConfig``.
     """
@@ -137,7 +137,7 @@ def faults(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _judged(name: str, kind: Any, value: Any) -> list[str]:
-    """Return pydantic's errors for a YAML value of type ``kind``, as lines ``name.part: found ..., expected ...``."""
+    """Check a YAML value by the type ``kind``. Returns the errors as lines ``name.part: found ..., expected ...``."""
     try:
         TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
     except ImportError as error:  # a method's package

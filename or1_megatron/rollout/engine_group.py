@@ -1,4 +1,4 @@
-"""Calls all engines at once, and finds which engines are lost, and why."""
+"""Calls all engines at once, and detects lost engines."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class EngineError(EnginesLost):
 
 
 class EngineGroup:
-    """Controls all engines; trainer rank 0 calls it. A call goes to all engines at once, and returns when the last has
-    answered."""
+    """Controls the engines, for trainer rank 0. A call goes to all at once, and returns when all have answered."""
 
     def __init__(self, handles: Sequence[Any], workers_per_engine: int, timeout_s: float) -> None:
         """``handles``: the engines' actors. The list may change; each call goes to the list's present handles."""
@@ -55,9 +54,9 @@ class EngineGroup:
     def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[list[Float32Array]]:
         return self._call("score_prompts", list(token_ids))
 
-    def certify(self, version: int) -> None:
-        """Let the engines serve their weights, which are proven to be ``version``."""
-        self._call("certify", version)
+    def resume_generation(self, version: int) -> None:
+        """Let the engines decode with their weights, which the trainer has checked to be ``version``."""
+        self._call("resume_generation", version)
 
     def sleep(self) -> None:
         self._call("sleep")
@@ -69,8 +68,8 @@ class EngineGroup:
         return gather([handle.call.remote(method, *args) for handle in self._handles], self._timeout_s, method)
 
 
-def lost_engines(handles: Sequence[Any]) -> dict[int, str]:
-    """Return, by index, why an engine will never answer again. Waits at most ``_ANSWER_S`` seconds."""
+def find_lost_engines(handles: Sequence[Any]) -> dict[int, str]:
+    """Return, by index, why each lost engine is lost: it failed, died, or gives no answer for ``_ANSWER_S`` seconds."""
     calls = [handle.failure.remote() for handle in handles]
     ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_S)
     lost = {}
@@ -89,7 +88,7 @@ def lost_engines(handles: Sequence[Any]) -> dict[int, str]:
 def gather(calls: Sequence[Any], timeout_s: float, what: str, deadline_of: str = "") -> list[Any]:
     """Return the results of one call per engine, in the engines' order. The first error ends the wait.
 
-    ``deadline_of``: the source of the deadline, for the message when it passes.
+    ``what``: what the engines should do, for errors. ``deadline_of``: which setting gave the deadline, for errors.
 
     Raises:
         EngineError: an engine raised, died or took longer than ``timeout_s``.

@@ -19,7 +19,7 @@ class EngineMetrics:
             self.fault = f"Prometheus cannot read this engine's metrics: port {port}: {error}"
 
     def record(self, iteration: Any, in_flight: Mapping[str, Any]) -> None:
-        """Count an iteration of vLLM's core. ``in_flight``: the requests by name, also the requests that it ended."""
+        """Count an iteration of vLLM's core. ``in_flight``: requests by name, with those that the iteration ended."""
         from vllm.v1.metrics.stats import IterationStats, LoRARequestStates, RequestStateStats
 
         counted, loras = IterationStats(), LoRARequestStates()

@@ -1,7 +1,7 @@
-"""Starts, replaces and ends the run's engines. Each engine is a Ray actor with its own environment, node and GPUs.
+"""Starts, restarts and ends the run's engines. Each engine is a Ray actor with its own environment, node and GPUs.
 
-A lost engine is noticed by the RolloutManager (an actor that is dead, or does not answer), by ``engine_group`` in a
-handoff, or by ``runtime.watchdog``, which kills a process that hangs. ``restart_lost`` then replaces it."""
+A restarted engine is a new actor with the same number. The folder's ``__init__`` says which file detects a lost engine.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from or1_megatron.config.schema import RolloutConfig
 from or1_megatron.rollout.cluster import check_ray, namespace
 from or1_megatron.rollout.engine_args import refusals
-from or1_megatron.rollout.engine_group import EngineError, EngineGroup, gather, lost_engines
+from or1_megatron.rollout.engine_group import EngineError, EngineGroup, find_lost_engines, gather
 from or1_megatron.rollout.engine_thread import LINGER_S
 from or1_megatron.rollout.gpus import KEEP_DEVICES
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
@@ -56,7 +56,7 @@ class EngineActor:
     """A Ray actor with a VllmEngine, which runs on an EngineThread."""
 
     def __init__(self, settings: Any, run_id: str) -> None:
-        """``run_id``: the argument of EnginePool, for the engine's heartbeat, which the node's watchdog reads."""
+        """``run_id``: the run's id (``EnginePool``), by which the watchdog finds the engine's heartbeat."""
         heart = Heartbeat(beats_folder(run_id), f"engine {settings.index}")
         for name in list(os.environ):
             if name in _TORCHRUN_VARIABLES or name.startswith(_TORCHRUN_PREFIXES):
@@ -73,9 +73,9 @@ class EngineActor:
         return str(ray.get_runtime_context().get_node_id())
 
     def submit(self, requests: bytes, caller: int = 0) -> None:
-        """Submit a packed list of Request (``runtime.message``). It is packed because Ray's cost is per array.
+        """Submit a packed list of Request (``runtime.message``), because Ray's cost grows with the number of arrays.
 
-        ``caller``: the number of the calling manager (``EngineThread.recall``), here and in the other methods.
+        ``caller``: the number of the calling manager (``EngineThread.switch_manager``), here and in the other methods.
         """
         self._thread.call_for(caller, lambda engine: engine.submit(unpack(requests)), None)
 
@@ -87,12 +87,12 @@ class EngineActor:
         """Return the Harvest of ``EngineThread.harvest``, packed."""
         return pack(self._thread.harvest(wait_s, linger_s, keep, caller))
 
-    def recall(self, caller: int) -> bytes:
-        """Abort a dead manager's requests; return the finished completions, packed, to the new manager ``caller``."""
-        return pack(self._thread.recall(caller))
+    def switch_manager(self, caller: int) -> bytes:
+        """Return the packed completions of ``EngineThread.switch_manager``."""
+        return pack(self._thread.switch_manager(caller))
 
-    def release(self, seeds: Sequence[int]) -> None:
-        self._thread.release(seeds)
+    def forget(self, seeds: Sequence[int]) -> None:
+        self._thread.forget(seeds)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the VllmEngine by name."""
@@ -120,11 +120,11 @@ class EnginePool:
     ) -> None:
         """
         Args:
-            max_model_tokens: longest prompt + response that any stage or evaluation asks for.
-            run_id: the argument of ``cluster.start_ray``.
+            max_model_tokens: tokens of the longest prompt + response of any stage or evaluation.
+            run_id: the run's id, which ``cluster.start_ray`` also gets.
             on_cpu: whether the engines' nodes have no GPU.
             places: the node and GPUs of each engine. None: Ray chooses, without regard to trainer ranks.
-            on_restart: called with (engine, why) when an engine is replaced.
+            on_restart: called with (the engine's index, the reason) when an engine is restarted.
             metrics_port: the port at which engine 0 serves vLLM's metrics; engine i uses port + i. None: no metrics.
 
         Raises:
@@ -174,22 +174,22 @@ class EnginePool:
         calls = [handle.ready.remote() for handle in self.handles]
         gather(calls, max(left_s, 0.1), "start", reason)
         if self._settings[0].metrics_port is not None:
-            asked = [handle.call.remote("unserved") for handle in self.handles]
+            asked = [handle.call.remote("metrics_fault") for handle in self.handles]
             for index, fault in enumerate(gather(asked, timeout_s, "tell its port", reason)):
                 if fault:
                     log.warning("engine %d: %s", index, fault)
 
-    def restart_lost(self, make_room: Callable[[], None] = lambda: None) -> list[int]:
-        """Replace the engines that have died, failed or stopped answering, and return their indices.
+    def restart_lost_engines(self, make_room: Callable[[], None] = lambda: None) -> list[int]:
+        """Restart the lost engines (``find_lost_engines``), and return their indices.
 
-        The new engines are up but have no weights. ``make_room`` is called before an engine is started.
+        The restarted engines are up but have no weights. ``make_room`` is called before an engine is started.
 
         Raises:
             EngineError: an engine was lost more often than ``max_engine_restarts``, or did not start again.
             RayLost: Ray is lost too.
         """
         restarted: set[int] = set()
-        while lost := lost_engines(self.handles):
+        while lost := find_lost_engines(self.handles):
             check_ray()
             make_room()
             for index, reason in lost.items():
@@ -199,7 +199,7 @@ class EnginePool:
             try:
                 self.wait_ready()
             except EngineError:
-                if not lost_engines(self.handles):
+                if not find_lost_engines(self.handles):
                     raise
         return sorted(restarted)
 
@@ -217,7 +217,7 @@ class EnginePool:
         self.handles[index] = self._start(self._settings[index])
 
     def control(self, timeout_s: float) -> EngineGroup:
-        """Return a group of all engines, which follows their restarts. ``timeout_s`` bounds each call of the group."""
+        """Return the group of all engines, which follows restarts. ``timeout_s`` is the deadline of each call."""
         return EngineGroup(self.handles, self._config.tensor_parallel, timeout_s)
 
     def close(self) -> None:

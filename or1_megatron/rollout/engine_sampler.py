@@ -1,4 +1,4 @@
-"""``interfaces.Sampler`` over our own vLLM engines, for ``or1 eval`` and ``or1 data``, with the load balanced."""
+"""Implements ``interfaces.Sampler`` with our own vLLM engines, for ``or1 eval`` and ``or1 data``; balances the load."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CACHED_PROMPTS = 4096
 def own_engines(
     model: Path, dtype: Literal["float32", "bfloat16"], config: RolloutConfig, max_model_tokens: int
 ) -> Iterator[list[Any]]:
-    """Start Ray and engines on the HF folder ``model``, and yield the engines' handles; afterwards end both.
+    """Start Ray and engines on the HF folder ``model``, and yield the engines' handles. The end of the block ends both.
 
     Args:
         max_model_tokens: tokens of the longest prompt + response.
@@ -69,7 +69,7 @@ class EngineSampler:
         """
         Args:
             config: the engines' configuration. Engines count as hung after ``step_timeout_s`` without completion.
-            template: makes the prompts. A reasoning tag that it leaves open begins the response's text.
+            template: makes the prompts. A reasoning tag that a prompt leaves open begins the response's text.
             max_prompt_tokens: requests with a longer prompt fail.
         """
         self._timeout_s = config.step_timeout_s

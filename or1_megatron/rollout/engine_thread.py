@@ -28,7 +28,7 @@ class EngineFailed(UserError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Harvest:
-    """The completions of an engine, and the time of its steps, since the last harvest."""
+    """An engine's completions since the last harvest, and the seconds that the engine's steps took since then."""
 
     completions: tuple[Completion, ...]
     busy_s: float
@@ -45,7 +45,7 @@ class EngineThread:
         self._calls: queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]]] = queue.SimpleQueue()
         self._state = threading.Condition()
         self._completions: list[Completion] = []
-        self._kept: dict[int, Completion] = {}  # harvested, and not yet released; by seed
+        self._kept: dict[int, Completion] = {}  # harvested, and not yet forgotten; by seed
         self._busy_s = 0.0  # since the last harvest
         self._is_dry = True  # the last step left nothing to do
         self._caller = 0
@@ -54,7 +54,7 @@ class EngineThread:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def call(self, function: Callable[[Any], T]) -> T:
-        """Run ``function(engine)`` on the thread between two steps, and return its result or raise its exception.
+        """Run ``function(engine)`` on the thread between two steps. Returns the result, or raises the exception.
 
         Raises:
             EngineFailed: the engine has failed.
@@ -67,16 +67,16 @@ class EngineThread:
         return future.result()
 
     def call_for(self, caller: int, function: Callable[[Any], T], otherwise: T) -> T:
-        """Run ``call`` for a manager's number; return ``otherwise`` if ``recall`` has replaced this manager."""
+        """Run ``call`` for the manager of number ``caller``. Returns ``otherwise`` if a new manager has replaced it."""
         return self.call(lambda engine: otherwise if caller < self._caller else function(engine))
 
     def harvest(self, wait_s: float, linger_s: float = LINGER_S, keep: bool = False, caller: int = 0) -> Harvest:
-        """Return the finished completions; none when no completion comes within ``wait_s``.
+        """Return the finished completions; an empty Harvest when no completion comes within ``wait_s``.
 
         Args:
             linger_s: how long to wait for further completions after the first.
-            keep: keep the completions until ``release``, so that ``recall`` returns them again.
-            caller: the number of the calling manager. A manager that ``recall`` has replaced gets no completions.
+            keep: keep the completions until ``forget``, so that ``switch_manager`` returns them again.
+            caller: the number of the calling manager. A manager that a new one has replaced gets no completions.
 
         Raises:
             EngineFailed: the engine has failed.
@@ -97,8 +97,8 @@ class EngineThread:
                 self._kept.update((completion.seed, completion) for completion in harvest.completions)
             return harvest
 
-    def recall(self, caller: int) -> list[Completion]:
-        """Abort the requests of a dead manager, and return the finished completions that were not released.
+    def switch_manager(self, caller: int) -> list[Completion]:
+        """Abort the old manager's requests, and return all finished completions that ``forget`` has not dropped.
 
         Args:
             caller: the new manager's number, which is larger than the old manager's. Calls of the old manager that are
@@ -117,8 +117,8 @@ class EngineThread:
             self._completions, self._busy_s = [], 0.0
             return list(self._kept.values())
 
-    def release(self, seeds: Iterable[int]) -> None:
-        """Forget kept completions, which nobody will ask for again."""
+    def forget(self, seeds: Iterable[int]) -> None:
+        """Drop kept completions that no manager will need again."""
         with self._state:
             for seed in seeds:
                 self._kept.pop(seed, None)

@@ -1,8 +1,8 @@
-"""Lists the GPUs of the Ray cluster's nodes by UUID, which names one GPU in every process.
+"""Lists the GPUs of each node of the Ray cluster, by UUID.
 
-A GPU's number depends on the process: on its CUDA_VISIBLE_DEVICES, and on how CUDA sorts. Its UUID is the same
-in every process, and CUDA_VISIBLE_DEVICES accepts UUIDs. So the UUID of a trainer rank's GPU tells the rank's node,
-whatever the hosts are called.
+A GPU's number can differ between processes: it depends on CUDA_VISIBLE_DEVICES and on how CUDA sorts. A GPU's UUID is
+the same in every process, and CUDA_VISIBLE_DEVICES accepts UUIDs. So the UUID of a trainer rank's GPU tells the rank's
+node, whatever the hosts are called.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from or1_megatron.rollout.cluster import ClusterError
 from or1_megatron.rollout.ray_errors import failure_of
 
 KEEP_DEVICES: Final = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""Environment with which Ray keeps CUDA_VISIBLE_DEVICES of a task or actor with num_gpus=0; else Ray may empty it."""
+"""Environment that stops Ray from emptying CUDA_VISIBLE_DEVICES of a task or actor with num_gpus=0."""
 
 _TIMEOUT_S = 300.0  # every node starts a process that imports torch
 
 
 @dataclass(frozen=True, slots=True)
 class NodeGpus:
-    """A node of the cluster, and the UUIDs of the GPUs that its processes see, in the order of their numbers."""
+    """A node of the cluster, and the UUIDs of the GPUs that processes on the node see, in the order of GPU numbers."""
 
     node_id: str
     host: str

@@ -45,7 +45,7 @@ class RolloutError(EnginesLost):
 
 @dataclass
 class _UnderWay:
-    """A rollout under way, and its times in seconds since the epoch (``opened_s``, ``deadline_s``: monotonic)."""
+    """A rollout under way. Times are seconds since the epoch, but ``opened_s`` and ``deadline_s`` are monotonic."""
 
     ticket: int
     roll_out: RollOut
@@ -53,8 +53,8 @@ class _UnderWay:
     started_s: float = field(default_factory=time.time)
     opened_s: float = field(default_factory=time.monotonic)
     deadline_s: float | None = None
-    """The deadline by ``time.monotonic``, which no correction of the clock moves. The deadline counts from the
-    first wait, because a rollout may be requested long before its turn."""
+    """None before the first wait. While other rollouts are under way, the time to the deadline counts from the first
+    wait, because a rollout may be requested long before its turn; else it counts from the rollout's start."""
     judged_s: float = 0.0
     """When the last verdict came; 0: it has not come yet."""
 
@@ -83,14 +83,14 @@ class RolloutManager:
         self._answer_s = answer_s
         self._engines = list(engines)
         self._scheduler = Scheduler(len(engines), max_concurrent)
-        self._why_lost: dict[int, str] = {}  # by engine that is not yet replaced
+        self._lost_engines: dict[int, str] = {}  # reasons, by engine that is not yet restarted
         self._busy_s = [0.0] * len(self._engines)
         self._verify = verify
         self._abilities = abilities
         self._step_timeout_s = step_timeout_s
         self._verifiers: VerifierPool | None = None
         self._open: dict[int, _UnderWay] = {}  # by ticket
-        self._recalled: dict[int, Completion] = {}  # by seed: sampled before, and not asked yet
+        self._sampled_before: dict[int, Completion] = {}  # by seed, until requested
         self._collected: list[int] = []  # seeds of responses that the client may not have yet
         self._reported_s = 0.0  # the engines' work up to then is in a report
         self._failure: RolloutError | None = None
@@ -108,18 +108,19 @@ class RolloutManager:
         for index in range(len(self._engines)):
             self._spawn(self._drain(index))
 
-    async def roll_out(self, batch: bytes, recalled: Sequence[bytes] = ()) -> int:
+    async def roll_out(self, batch: bytes, sampled_before: Sequence[bytes] = ()) -> int:
         """Start a rollout and return its ticket once its requests are sent.
 
-        ``batch``: the arguments of ``Scheduler.begin``, packed (``runtime.message``). ``recalled``: packed lists of
-        completions. A request of this or a later rollout takes the completion with its seed instead of being sampled
-        again. The caller guarantees that each completion belongs to the request with its seed.
+        Args:
+            batch: the arguments of ``Scheduler.begin``, packed (``runtime.message``).
+            sampled_before: packed lists of completions. A request of this or a later rollout takes the completion that
+                has the request's seed, instead of being sampled again. The caller guarantees that both belong together.
         """
         if self._failure is not None:
             raise self._failure
         assert self._verifiers is not None, "start() comes first"
         retries = self._verifiers.retries
-        self._recalled.update((made.seed, made) for part in recalled for made in unpack(part))
+        self._sampled_before.update((made.seed, made) for part in sampled_before for made in unpack(part))
         try:
             ticket, actions = self._scheduler.begin(**unpack(batch))
         except ValueError as error:
@@ -138,18 +139,18 @@ class RolloutManager:
         await self._wait_until(lambda: current.roll_out.judged, current, "judged")
         await self._wait_until(lambda: self._scheduler.off_engines(current.ticket), current, "given up")
         del self._open[current.ticket]
-        if not self._open:  # what a predecessor was not told to release, and nobody asked for again
-            self._collected += self._recalled
-            self._recalled.clear()
+        if not self._open:  # what an earlier manager did not let the engines forget, and nobody requested again
+            self._collected += self._sampled_before
+            self._sampled_before.clear()
         groups = self._scheduler.end(current.ticket).result()
         self._collected += [request.seed for request in current.roll_out.requests.values()]
         return pack((groups, self._report(current)))
 
-    async def release(self) -> None:
-        """Let the engines forget the collected responses, because the client has them."""
+    async def forget_collected(self) -> None:
+        """Let the engines drop the collected responses, because the client has received them."""
         seeds, self._collected = self._collected, []
         for engine in self._engines:
-            engine.release.remote(seeds)  # nobody waits for it
+            engine.forget.remote(seeds)  # nobody waits for it
 
     async def finished_responses(self) -> bytes:
         """Return the packed completions made so far by all non-urgent rollouts under way."""
@@ -160,17 +161,17 @@ class RolloutManager:
         first = self._scheduler.first
         return (0, 0) if first is None else self._scheduler.at(first).progress
 
-    async def engines_lost(self) -> dict[int, str]:
-        """Return, by index, why each dead engine that is not yet replaced (``rejoin``) has died."""
-        return self._why_lost
+    async def lost_engines(self) -> dict[int, str]:
+        """Return why each lost engine is lost, by index. ``engines_restarted`` removes an engine from the result."""
+        return self._lost_engines
 
-    async def rejoin(self, engines: Sequence[Any]) -> None:
-        """Take the handles of all engines, and use the engines whose handles are new."""
+    async def engines_restarted(self, engines: Sequence[Any]) -> None:
+        """Take the handles of all engines, and use the restarted engines, whose handles are new."""
         new = [index for index, engine in enumerate(engines) if engine != self._engines[index]]
         self._engines = list(engines)
         for index in new:
-            self._why_lost.pop(index, None)
-        self._perform(self._scheduler.rejoin(new))
+            self._lost_engines.pop(index, None)
+        self._perform(self._scheduler.engines_restarted(new))
         for index in new:
             self._spawn(self._drain(index))
 
@@ -187,11 +188,11 @@ class RolloutManager:
         while left:
             match action := left.popleft():
                 case Submit(index, requests):
-                    known = [request.seed for request in requests if request.seed in self._recalled]
+                    known = [request.seed for request in requests if request.seed in self._sampled_before]
                     if len(known) < len(requests):
-                        new = [request for request in requests if request.seed not in self._recalled]
+                        new = [request for request in requests if request.seed not in self._sampled_before]
                         self._spawn(self._submit(index, self._engines[index], new))
-                    left.extend(self._scheduler.finished(index, [self._recalled.pop(seed) for seed in known]))
+                    left.extend(self._scheduler.finished(index, [self._sampled_before.pop(seed) for seed in known]))
                 case Abort(index, seeds):
                     self._spawn(self._abort(index, seeds))
                 case Judge(ticket):
@@ -206,11 +207,11 @@ class RolloutManager:
         self._changed.set()
 
     async def _submit(self, index: int, engine: Any, requests: list[Request]) -> None:
-        """Submit requests to ``engine``, which was engine ``index`` at the scheduler's choice (it may be replaced)."""
+        """Submit requests to ``engine``, which the scheduler chose as number ``index`` (it may be restarted since)."""
         try:
             await engine.submit.remote(pack(requests), self._number)
         except RayError as error:
-            self._engine_failed(index, engine, error)
+            self._call_failed(index, engine, error)
 
     async def _drain(self, index: int) -> None:
         engine = self._engines[index]
@@ -221,43 +222,44 @@ class RolloutManager:
                 harvest: Harvest = unpack(await asyncio.wait_for(call, timeout_s))
             except TimeoutError:
                 silent = f"it gave no answer for {self._answer_s:g} s, and was killed"
-                self._engine_failed(index, engine, RayError(silent))
+                self._call_failed(index, engine, RayError(silent))
                 return
             except RayError as error:
-                self._engine_failed(index, engine, error)
+                self._call_failed(index, engine, error)
                 return
             timeout_s = self._answer_s
-            if self._engines[index] != engine or index in self._scheduler.lost:
-                return  # its requests are being sampled elsewhere
+            if self._engines[index] != engine or index in self._scheduler.lost_engines:
+                return  # other engines sample its requests
             self._busy_s[index] += harvest.busy_s
             try:
                 self._perform(self._scheduler.finished(index, harvest.completions))
             except ValueError as error:
                 self._fail(RolloutError(str(error)))
 
-    def _engine_failed(self, index: int, engine: Any, error: RayError) -> None:
+    def _call_failed(self, index: int, engine: Any, error: RayError) -> None:
+        """Count the engine as lost. If it has answered with an unexpected error, end all rollouts instead."""
         answered = isinstance(error, RayTaskError)
         if not answered:  # it may live and only be out of reach, and its requests are sampled elsewhere
             ray.kill(engine, no_restart=True)
         if answered and not isinstance(error.cause, EngineFailed):
             self._fail(RolloutError(f"engine {index}: {failure_of(error)}"))
         elif self._engines[index] == engine:
-            self._why_lost.setdefault(index, failure_of(error))
-            self._perform(self._scheduler.lose(index))
+            self._lost_engines.setdefault(index, failure_of(error))
+            self._perform(self._scheduler.engine_lost(index))
 
     async def _abort(self, index: int, seeds: list[int]) -> None:
         engine = self._engines[index]
         try:
             aborted = await engine.abort.remote(seeds, self._number)
         except RayError as error:
-            self._engine_failed(index, engine, error)
+            self._call_failed(index, engine, error)
             return
         if self._engines[index] == engine:
             self._perform(self._scheduler.aborted(index, aborted))
 
-    async def _judge(self, asked: Judge, roll_out: RollOut) -> None:
+    async def _judge(self, action: Judge, roll_out: RollOut) -> None:
         assert self._verifiers is not None
-        completion, prompt = asked.completion, roll_out.prompts[asked.key[0]]
+        completion, prompt = action.completion, roll_out.prompts[action.key[0]]
         problem = prompt.problem
         opened = "" if problem.ability in self._verify.custom else prompt.opened
         try:
@@ -268,7 +270,7 @@ class RolloutManager:
             return
         now_ns = time.time_ns()
         add("verify", now_ns - int(verdict.wall_s * 1e9), now_ns, problem=problem.id, status=verdict.status)
-        self._perform(self._scheduler.judged(asked.ticket, asked.key, verdict))
+        self._perform(self._scheduler.judged(action.ticket, action.key, verdict))
 
     async def _wait_until(self, holds: Callable[[], bool], current: _UnderWay, what: str) -> None:
         if current.deadline_s is None:

@@ -1,4 +1,4 @@
-"""``interfaces.Sampler`` over an OpenAI-compatible endpoint, with bounded concurrency and bounded retries."""
+"""Implements ``interfaces.Sampler`` with an OpenAI-compatible endpoint: bounded concurrency, bounded retries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from or1_verify.errors import UserError
 logger = logging.getLogger(__name__)
 
 _PERMANENT = frozenset({400, 413, 422})
-"""HTTP statuses that refuse this request for good; 401, 403 and 404 are about the endpoint."""
+"""HTTP statuses that refuse a single request for good. 401, 403 and 404 concern the whole endpoint."""
 _WORTH_RETRYING = frozenset({408, 409, 425, 429})
 _NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sent with each request to override the model's generation_config.json. Some servers do not know these settings."""
@@ -91,7 +91,6 @@ class OpenAISampler:
                     yield reply
 
     def _send(self, request: ChatRequest) -> ChatCompletion | FailedRequest:
-        """Send a request up to ``tries`` times, and return the completion or the failure."""
         reason, sent = "", self._neutral
         for attempt in range(self._endpoint.tries):
             if attempt:

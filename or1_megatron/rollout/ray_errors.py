@@ -15,7 +15,7 @@ _MORE_MEMORY = (
 
 
 def failure_of(error: RayError) -> str:
-    """Return the error that the actor raised, or else why its process is gone: memory ran out, or Ray's own reason."""
+    """Return the error that the actor raised, or why its process is gone (memory ran out, or Ray's own reason)."""
     if isinstance(error, RayTaskError):
         return str(error.cause)
     text = str(error)
@@ -47,7 +47,7 @@ class KernelKills:
         return self._seen - before
 
     def _count(self) -> int:
-        """Return the kills in this process's cgroup, which engines share and sandboxes do not, or on the machine."""
+        """Return the kills in this process's cgroup (engines share it, sandboxes do not), or else on the machine."""
         for file in self._counters:
             try:
                 counted = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Refill (DAPO's dynamic sampling): how many of a rollout's prompts are sampled, and which of them form the result."""
+"""Decides the refill (DAPO's dynamic sampling): how many prompts are sampled, and which of them form the result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from or1_megatron.types import Group, RefillRule
 
 _CAUTION = 0.25
-"""The expected share of rejections has the weight of ``_CAUTION`` * (wanted groups) judged groups."""
+"""The expected share of rejections counts as much as the share measured over ``_CAUTION`` * (wanted groups) groups."""
 
 
 class SamplingBudget:
@@ -55,7 +55,7 @@ class SamplingBudget:
 
 
 def _enough(wanted: int, rejected_share: float, most: int) -> int:
-    """Return the smallest n with n * kept - 2 * sqrt(n * kept * rejected) >= wanted, at most ``most``."""
+    """Return the smallest n <= ``most`` with n * k - 2 * sqrt(n * k * r) >= wanted. r: rejected share; k: 1 - r."""
     kept_share = 1 - rejected_share
     if wanted == 0 or kept_share <= 0:
         return 0 if wanted == 0 else most

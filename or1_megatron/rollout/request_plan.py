@@ -27,15 +27,15 @@ _SEED_BITS = 63  # engines take 64 bits; signed 64-bit integers survive every se
 def request_seed(*parts: int) -> int:
     """Return a request's seed in [0, 2**63), from (rollout seed, prompt index, sample index).
 
-    63 bits, so that the thousands of seeds of a rollout all differ. A seed is the same on every machine and Python
-    version (BLAKE2b of the decimal digits); neighbouring parts give unrelated seeds.
+    It has 63 bits, so that the thousands of seeds of a rollout all differ. It is a BLAKE2b hash of the decimal digits:
+    the same on every machine and Python version, and unrelated for neighbouring parts.
     """
     digest = hashlib.blake2b(",".join(str(int(part)) for part in parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - _SEED_BITS)
 
 
 def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return 64 random bits per token [B]: output number ``positions[b]`` of a SplitMix64 generator of ``seeds[b]``."""
+    """Return 64 random bits per token [B]: output ``positions[b]`` of a SplitMix64 generator with seed ``seeds[b]``."""
     key = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         key = (key ^ (key >> np.uint64(shift))) * np.uint64(factor)
@@ -43,9 +43,9 @@ def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def request_digest(request: Request) -> bytes:
-    """Return a 16-byte digest of a request's problem, prompt and sampling, which tells requests of one seed apart.
+    """Return a 16-byte digest of a request's problem, prompt and sampling.
 
-    The digest is the same on every machine and Python version.
+    It tells requests with the same seed apart. It is the same on every machine and Python version.
     """
     sampling, prompt = request.sampling, request.prompt
     asked = (prompt.problem.id, float(sampling.temperature), float(sampling.top_p), int(sampling.max_response_tokens))
@@ -61,7 +61,7 @@ def plan_requests(
 ) -> dict[RequestKey, Request]:
     """Make ``group_size`` requests per prompt, group by group.
 
-    The seed identifies a request within the rollout. The problem's id does not: a batch may hold a problem twice.
+    The seed identifies a request within the rollout. The problem's id does not: a problem may occur twice.
     """
     return {
         (prompt_index, sample_index): Request(
@@ -82,7 +82,7 @@ def assemble_group(
     completions: Mapping[RequestKey, Completion],
     verdicts: Mapping[RequestKey, Verdict],
 ) -> Group | None:
-    """Return a prompt's group, members in the order of ``sample_index``; None while a verdict is missing."""
+    """Return a prompt's group, its responses in the order of ``sample_index``; None while a verdict is missing."""
     keys = [(prompt_index, sample_index) for sample_index in range(group_size)]
     if any(key not in verdicts for key in keys):
         return None
@@ -103,8 +103,8 @@ def dispatch(
     Args:
         outstanding: engine -> the number of requests that the engine has.
         room: the most requests that one engine takes.
-        low: an engine with fewer than this many also gets requests beyond ``budget.allowed`` that may still be part
-            of the result. Such requests cost the engine little, and no engine is idle while there may be work.
+        low: an engine with fewer requests than this also gets requests beyond ``budget.allowed`` that may still be
+            part of the result. They cost the engine little, and no engine is idle while there may be work.
 
     Returns:
         Engine -> the requests to send to the engine now.

@@ -1,7 +1,7 @@
-"""The experts that computed each token, kept in vLLM's workers beside the token's keys and values.
+"""Records in vLLM's workers which experts computed each token, for router replay.
 
-A token's experts are written together with its keys and values, into the same slot. So requests with the same prefix
-share the experts, a preempted request's experts are written again, and a rejected drafted token leaves none behind.
+The experts are written into the cache slot of the token's keys and values. So requests with the same prefix share
+the experts, a preempted request's experts are written again, and a rejected drafted token leaves none behind.
 After a handoff, when a response's tokens are computed again, all get the experts that the new weights choose. vLLM's
 own return of routed experts needs vLLM's V2 model runner, which does not run on CPU.
 
@@ -29,9 +29,9 @@ _WHOLE: Final = (KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION, 
 
 
 class RoutingCache:
-    """The experts of every token in the KV cache: [slots + 1, L, k] on the worker's device, of L layers with experts.
+    """The k experts of every token in the KV cache, in each of L layers: [slots + 1, L, k] on the worker's device.
 
-    vLLM's routers call ``capture``, also within CUDA graphs, so it uses only tensors whose addresses never change.
+    vLLM's routers call ``capture``, also within CUDA graphs, so ``capture`` uses only tensors with fixed addresses.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -79,7 +79,7 @@ class RoutingExtension(WorkerExtension):
     rank: int  # vLLM's, of the worker
 
     def routed_experts(self, requests: Sequence[tuple[str, int]]) -> list[RoutedExperts] | None:
-        """Return ``RoutingCache.read`` of (name, tokens) of each request, on the engine's first rank."""
+        """Return ``RoutingCache.read`` for each (name, tokens) on the engine's first rank, and None on other ranks."""
         cache: RoutingCache = self.model_runner.routing_cache
         return [cache.read(*request) for request in requests] if self.rank == 0 else None
 

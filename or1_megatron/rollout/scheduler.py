@@ -64,7 +64,7 @@ class RollOut:
     verdicts: dict[RequestKey, Verdict] = field(default_factory=dict)
     groups: dict[int, Group] = field(default_factory=dict)
     """The groups whose verdicts are all there, by the index of the prompt."""
-    given: int = 0
+    sent: int = 0
     """Number of requests that were sent to an engine."""
 
     @property
@@ -80,8 +80,8 @@ class RollOut:
     @property
     def progress(self) -> tuple[int, int]:
         """Return (responses finished, responses that are expected to be needed)."""
-        asked = max(self.given, self.budget.allowed * self.group_size)
-        return len(self.completions), min(asked, len(self.requests))
+        needed = max(self.sent, self.budget.allowed * self.group_size)
+        return len(self.completions), min(needed, len(self.requests))
 
     def result(self) -> list[Group]:
         """Return the groups of the result, in the order of the prompts."""
@@ -101,7 +101,7 @@ class RollOut:
             engine_busy_s=tuple(busy_s),
             prompt_tokens=sum(len(group.prompt.token_ids) * len(group.completions) for group in groups),
             response_tokens=sum(len(completion.token_ids) for completion in wanted),
-            surplus_responses=self.given - len(wanted),
+            surplus_responses=self.sent - len(wanted),
             **measured,
         )
 
@@ -117,7 +117,7 @@ class _Held:
 
 
 class Scheduler:
-    """Schedules rollouts, named by their ticket, over engines, named by their index. Not thread-safe."""
+    """Schedules rollouts over engines. Tickets name the rollouts, and indices the engines. Not thread-safe."""
 
     def __init__(self, engines: int, max_concurrent: int) -> None:
         """``max_concurrent``: responses that one engine decodes at once."""
@@ -125,7 +125,7 @@ class Scheduler:
         self._low = max(1, max_concurrent // 8)
         self._room = max_concurrent + self._low
         self._load = dict.fromkeys(range(engines), 0)  # by engine that is not lost
-        self.lost: set[int] = set()
+        self.lost_engines: set[int] = set()
         self._held: dict[int, _Held] = {}  # by seed
         self._unwanted = Counter[int]()  # by ticket: requests that were given up and are still with an engine
         self._roll_outs: dict[int, RollOut] = {}  # by ticket: urgent ones, then the oldest first
@@ -190,7 +190,7 @@ class Scheduler:
         Raises:
             ValueError: the engine does not have the request of one of these responses.
         """
-        if engine in self.lost:
+        if engine in self.lost_engines:
             return []
         actions: list[Action] = []
         for completion in completions:
@@ -233,28 +233,28 @@ class Scheduler:
                 self._take_off(seed)
         return self._feed()
 
-    def lose(self, engine: int) -> list[Action]:
-        """Give a lost engine's requests, with their seeds, to other engines or to its successor; return the actions."""
-        self._lose(engine)
+    def engine_lost(self, engine: int) -> list[Action]:
+        """Return actions that request a lost engine's responses again, with the same seeds, from any other engine."""
+        self._take_requests_from(engine)
         return self._feed()
 
-    def rejoin(self, engines: Iterable[int]) -> list[Action]:
-        """Use the successors of these engines, whether or not their loss was reported; return the actions."""
+    def engines_restarted(self, engines: Iterable[int]) -> list[Action]:
+        """Use these restarted engines, whether or not ``engine_lost`` was called for them; return the actions."""
         for engine in engines:
-            self._lose(engine)
-            self.lost.discard(engine)
+            self._take_requests_from(engine)
+            self.lost_engines.discard(engine)
             self._load = dict(sorted([*self._load.items(), (engine, 0)]))
         return self._feed()
 
-    def _lose(self, engine: int) -> None:
-        if engine in self.lost:
+    def _take_requests_from(self, engine: int) -> None:
+        if engine in self.lost_engines:
             return
-        self.lost.add(engine)
+        self.lost_engines.add(engine)
         for seed in [seed for seed, held in self._held.items() if held.engine == engine]:
             held = self._take_off(seed)
             if held.key is not None:
                 roll_out = self._roll_outs[held.ticket]
-                roll_out.given -= 1
+                roll_out.sent -= 1
                 roll_out.waiting.append((held.key, roll_out.requests[held.key]))
         del self._load[engine]
         for roll_out in self._roll_outs.values():  # sorted, so that no needed request is behind one that is not needed
@@ -289,6 +289,6 @@ class Scheduler:
             for engine, sent in batches.items():
                 self._held.update((request.seed, _Held(engine, ticket, key)) for key, request in sent)
                 self._load[engine] += len(sent)
-                roll_out.given += len(sent)
+                roll_out.sent += len(sent)
                 actions.append(Submit(engine, [request for _, request in sent]))
         return actions

@@ -19,13 +19,13 @@ from vllm.v1.sample.sampler import Sampler as VllmSampler
 from or1_megatron.handoff.vllm import receiver
 from or1_megatron.handoff.vllm.reload import put_back
 from or1_megatron.kernels.sampling import sample
-from or1_megatron.rollout.engine import hold_less, wait_without_spinning
+from or1_megatron.rollout.engine import save_host_memory, wait_without_spinning
 from or1_megatron.rollout.request_plan import row_keys
 from or1_megatron.rollout.speculation import check_drafts
 
 receiver.register()
 wait_without_spinning()
-hold_less()
+save_host_memory()
 
 
 class SeededSampler(VllmSampler):
@@ -45,13 +45,13 @@ class SeededSampler(VllmSampler):
         self._seeds = np.empty(0, dtype=np.uint64)
 
     def forward(self, logits: Tensor, sampling_metadata: Any) -> SamplerOutput:
-        """Draw a token of each request from ``logits`` [B, V]; ``sampling_metadata``: vLLM's for the batch."""
+        """Draw a token of each request from ``logits`` [B, V]; ``sampling_metadata``: vLLM's SamplingMetadata."""
         return self.draw(logits, sampling_metadata, slice(None), 0)
 
     def draw(self, logits: Tensor, sampling: Any, requests: Any, ahead: Any) -> SamplerOutput:
         """Draw a token per row of ``logits`` [R, V].
 
-        Row r is for request ``requests[r]``, at the position ``ahead[r]`` tokens after the request's next token.
+        Row r gives a token of request ``requests[r]``, ``ahead[r]`` positions after the request's next token.
         """
         batch = self._runner.input_batch
         if sampling is not self._metadata:  # vLLM makes another one when requests come, go or change places

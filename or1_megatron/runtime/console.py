@@ -41,7 +41,7 @@ class _Console(io.FileIO):
 def outlive_console() -> None:
     """Replace standard output and error so that no failure of them ends this process. Closed streams become /dev/null.
 
-    Streams that a test or a notebook has put in their place are left as they are.
+    A stream that a test or a notebook has replaced stays as it is.
     """
     for fd in range(3):
         try:

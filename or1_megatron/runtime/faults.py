@@ -1,4 +1,4 @@
-"""The record of a run's faults (stalls, failures, restarts, replaced engines): ``faults.jsonl``."""
+"""The record of a run's faults (stalls, failures, restarts of ranks and engines): ``faults.jsonl``."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ COUNTED: Final[Mapping[FaultKind, str]] = {  # their meanings are in schemas.met
 class Fault:
     """One line of faults.jsonl.
 
-    Kind stalled: the watchdog killed a process. failed: a rank ended. restart: the launcher started the ranks again.
-    engine: an engine was replaced. manager: the RolloutManager was replaced.
+    Kinds: ``stalled`` (the watchdog killed a process), ``failed`` (a rank ended), ``restart`` (the launcher started the
+    ranks again), ``engine`` and ``manager`` (an engine or the RolloutManager was restarted).
     """
 
     kind: FaultKind
@@ -47,12 +47,12 @@ class FaultRecord:
         self.path = folder / "faults.jsonl"
 
     def write(self, fault: Fault) -> None:
-        """Append a line. If the disk is full or missing the line is lost; the run's other writes report the disk."""
+        """Append a line. If the disk is full or missing, the line is lost; the run's other writes report the disk."""
         row = {"time_s": fault.time_s, "kind": fault.kind, "who": fault.who, "why": fault.why}
         _append(self.path, json.dumps(row) + "\n")
 
     def failed(self, who: str) -> Callable[[str], None]:
-        """Return a function that records why ``who`` ends."""
+        """Return a function that takes a reason and records it as the failure of ``who``."""
         return lambda why: self.write(Fault("failed", who, why))
 
     def read(self, since_s: float = 0.0) -> Iterator[Fault]:

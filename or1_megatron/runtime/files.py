@@ -12,7 +12,7 @@ from pathlib import Path
 from or1_verify.errors import UserError
 
 PARTIAL_SUFFIX = ".partial"
-"""The end of the name of every file that is still being written. A killed process may leave such files to delete."""
+"""The end of the name of every file that is still being written. A killed process may leave such files."""
 
 _REASONS = {
     errno.ENOSPC: "the disk is full",

@@ -3,7 +3,7 @@
 A file holds one ``Beat``. The heartbeat thread advances ``alive`` every second, as long as the process and its
 interpreter run. The thread whose work the run waits for advances ``worked``, which shows that this thread does not
 hang in a driver. The files are in the node's memory, so hanging storage stops no heartbeat. A file has its final size
-from the start, so full memory stops no heartbeat either. Imports no package.
+from the start, so full memory stops no heartbeat either. This module needs no third-party package.
 
 The heartbeat thread also enforces deadlines of the main thread (``Heartbeat.within``).
 """
@@ -46,11 +46,11 @@ class Beat:
 
     pid: int
     started: int
-    """Clock ticks from boot to the process's start. ``pid`` and ``started`` together never name another process."""
+    """Clock ticks from boot to the process's start. No two processes have the same ``pid`` and ``started``."""
     who: str
     alive: int = 0
     worked: int = -1
-    """-1: the process has no thread whose work is watched, or the thread need not advance now."""
+    """How often the watched thread has called ``Heartbeat.worked``; -1: never so far, so it is not watched yet."""
     long: bool = True
     """Whether the process does something that is known to take long and has a deadline elsewhere."""
     doing: str = "starting"

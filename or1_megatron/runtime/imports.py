@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Switch garbage collection off inside the block. Objects that exist at its end are never collected.
+    """Switch garbage collection off inside the block. Objects that exist at the block's end are never collected.
 
-    The collector would walk all loaded modules again and again. vLLM also calls the collector several times while an
-    engine starts; these calls take no time either once modules are exempt.
+    Otherwise the collector would walk all loaded modules again and again. vLLM also calls the collector several times
+    while an engine starts. Such calls take almost no time once the modules are exempt from collection.
     """
     was_on = gc.isenabled()
     gc.disable()

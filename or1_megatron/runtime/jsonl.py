@@ -1,4 +1,4 @@
-"""JSON-lines files (such as metrics.jsonl): written by whole lines, repaired after a kill, repeated steps merged."""
+"""JSON-lines files (such as metrics.jsonl): written by whole lines, repaired after a kill, merged by step."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class JsonlWriter:
     """Appends rows to a file, each by one write of a whole line, so that kill -9 loses no row written before.
 
-    Opening the file cuts off a last line that an earlier process left torn. When the disk is full, the part of the new
-    line that was written is cut off and DiskFullError names the file; the rows before it stay readable.
+    Opening the file cuts off an incomplete last line of an earlier process. When the disk is full, the part of the new
+    line that was written is cut off and DiskFullError names the file. Earlier rows stay readable.
     """
 
     def __init__(self, path: Path, what: str = "metrics") -> None:
@@ -48,7 +48,7 @@ class JsonlWriter:
             self._fd = -1
 
     def _repair(self) -> None:
-        """Complete the last line with its newline if it is whole JSON; cut it off if it is torn."""
+        """If the last line lacks its newline, append the newline (where the line is JSON), or cut off the line."""
         size = start = os.fstat(self._fd).st_size
         tail = b""
         while start > 0 and b"\n" not in tail:
@@ -64,9 +64,9 @@ class JsonlWriter:
 
 
 def read_rows(path: Path, bad_lines: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSONL file in order, without a torn last line (of a killed or unfinished write).
+    """Yield the rows of a JSONL file in order, without an incomplete last line (a write was killed or is under way).
 
-    If the list ``bad_lines`` is given, lines that are not a JSON object are skipped, and messages appended to the list.
+    If the list ``bad_lines`` is given, lines that are no JSON object are skipped, and the list gets a message for each.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -85,7 +85,7 @@ def read_rows(path: Path, bad_lines: list[str] | None = None) -> Iterator[dict[s
 
 
 def read_steps(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the rows of metrics.jsonl by step. Rows of one step are merged, later values win. Raises as read_rows."""
+    """Return the rows of metrics.jsonl by step, later rows of a step merged into earlier ones. Raises as read_rows."""
     steps: dict[int, dict[str, Any]] = {}
     for row in read_rows(path):
         steps.setdefault(int(row["step"]), {}).update(row)
@@ -93,15 +93,15 @@ def read_steps(path: Path) -> dict[int, dict[str, Any]]:
 
 
 class GrowingSteps:
-    """``read_steps`` of a file that grows: each call reads what was appended since the last call."""
+    """Reads a file of steps that grows, such as metrics.jsonl: each call reads only what was appended."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._end, self._last = path, 0, b""  # end of the last whole line that was read, and the line
         self._steps: dict[int, dict[str, float | None]] = {}
 
     def read(self) -> dict[int, dict[str, float | None]]:
-        """Return the numbers of all rows by step; {} without a file. A torn last line waits for its remainder; lines
-        that are no rows are left out. A file that a resume has cut or replaced is read from its start."""
+        """Return the numbers of all rows by step; {} without a file. Lines that are no rows are left out, and an
+        incomplete last line is read by a later call. A file that a resume has cut is read from its start."""
         with open(self._path if self._path.is_file() else os.devnull, "rb") as file:
             file.seek(self._end - len(self._last))
             if file.read(len(self._last)) != self._last:

@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from or1_megatron.errors import PART_LOST, STOPPED, USER_ERROR
 from or1_megatron.runtime.nodes import Nodes
-from or1_megatron.runtime.signals import LAUNCH_MARK, asked_by_signals
+from or1_megatron.runtime.signals import LAUNCH_MARK, signals_handled_by
 from or1_megatron.runtime.watchdog import Watchdog
 
 KILL_MARGIN_S: Final = 30.0
@@ -46,9 +46,9 @@ class Ended:
     """How the ranks of a launch ended."""
 
     code: int
-    """The exit code for the shell: 0; or the code of the rank that failed first (128 + n if signal n killed the rank);
-    or 128 + n if signal n stopped the launcher."""
-    asked: bool
+    """The exit code for the shell. 128 + n: signal n stopped the launcher, or killed the rank that failed first. Else
+    it is the exit code of the rank that failed first, or 0 if no rank failed."""
+    stop_requested: bool
     """Whether a signal had asked the launcher to stop."""
     rank_code: int = 0
     """The exit code of the rank that failed first: -n if signal n killed the rank; 0: no rank failed."""
@@ -60,7 +60,7 @@ def run_ranks(module: str, arguments: Sequence[str], *, ranks: int, grace_s: flo
     """Run ``launch`` and return the shell's exit code. If the ranks failed at their ``task``, also print how."""
     ended = launch(module, arguments, ranks=ranks, grace_s=grace_s)
     # After a UserError more lines would bury the rank's own message.
-    if ended.rank_code not in (0, USER_ERROR) and not ended.asked:
+    if ended.rank_code not in (0, USER_ERROR) and not ended.stop_requested:
         print(f"or1: {task} stopped: {ended.how}.", file=sys.stderr)
     return ended.code
 
@@ -81,8 +81,8 @@ def launch(
         grace_s: seconds that the ranks have to save and exit after a signal.
         threads_per_rank: CPU threads of each rank; None: the cores divided by the ranks.
         watchdog: kills processes that stall, while the ranks run.
-        nodes: the launchers of all nodes, if there are several, in an attempt that has begun. The ranks of all nodes
-            form one group. When a rank fails, all ranks end, and each launcher returns how the first rank failed.
+        nodes: the connection to other nodes' launchers, after ``Nodes.begin``; None: there is one node. The ranks of
+            all nodes form one group. When a rank fails, all end, and each launcher returns how that first rank failed.
 
     No process of the ranks is left on this node when this function returns.
     """
@@ -92,11 +92,11 @@ def launch(
     os.environ[LAUNCH_MARK] = str(os.getpid())  # the ranks and all that they start inherit it
     for name in _AGENT_LOGGERS:  # _failed and node 0 say in one line how a rank ended
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    options = [*_meeting(nodes), "--nproc-per-node", str(ranks), "--max-restarts", "0"]
-    # torchrun must handle at least one signal, but none of ASKS.
+    options = [*_rendezvous_options(nodes), "--nproc-per-node", str(ranks), "--max-restarts", "0"]
+    # torchrun must handle at least one signal, but none of LAUNCHER_STOP_SIGNALS.
     options += ["--signals-to-handle", "SIGQUIT", "--monitor-interval", "0.1"]
-    watched = nullcontext() if nodes is None else nodes.watched(supervisor.ask, supervisor.kill)
-    with asked_by_signals(supervisor.on_signal):
+    watched = nullcontext() if nodes is None else nodes.watched(supervisor.terminate, supervisor.kill)
+    with signals_handled_by(supervisor.on_signal):
         try:
             with watched:
                 torchrun.run(torchrun.parse_args([*options, "-m", "or1_megatron.runtime.rank", module, *arguments]))
@@ -112,8 +112,7 @@ def launch(
     return Ended(128 + supervisor.number if supervisor.number else 0, bool(supervisor.number))
 
 
-def _meeting(nodes: Nodes | None) -> list[str]:
-    """Return torchrun's options for the rendezvous of the ranks of all nodes."""
+def _rendezvous_options(nodes: Nodes | None) -> list[str]:
     if nodes is None:  # the host's own name need not resolve
         return ["--standalone", "--local-addr", "127.0.0.1"]
     options = ["--nnodes", str(nodes.count), "--node-rank", str(nodes.rank)]
@@ -122,10 +121,10 @@ def _meeting(nodes: Nodes | None) -> list[str]:
 
 
 def _first_of_all(nodes: Nodes | None, ended: Ended) -> Ended:
-    """Return how the first rank of all nodes failed. ``ended``: how this node's ranks ended."""
+    """Return how the rank that failed first on any node ended. ``ended``: how this node's ranks ended."""
     if nodes is None:
         return ended
-    if ended.asked:  # the other nodes must not begin again
+    if ended.stop_requested:  # the other nodes must not begin again
         nodes.first_failure(STOPPED, ended.code, ended.how)
         return ended
     rank_code, code, how = nodes.first_failure(ended.rank_code, ended.code, ended.how)
@@ -167,10 +166,11 @@ class _Supervisor:
         if first:
             threading.Thread(target=self._enforce, name="launch-grace", daemon=True).start()
 
-    def ask(self) -> None:
-        """Ask the ranks to end because a rank of another node has failed, as torchrun's agent does on this node.
+    def terminate(self) -> None:
+        """Send SIGTERM to the ranks, because a rank of another node has failed.
 
-        Ranks that are saving after a stop signal are left alone, because a second signal would stop them.
+        torchrun's agent does the same when a rank of its own node has failed. Ranks that are saving after a stop signal
+        get no SIGTERM, because a second signal would stop them.
         """
         for rank in () if self.number else self._ranks():
             _send(rank.pid, signal.SIGTERM)

@@ -6,8 +6,8 @@ begins once the launchers of all nodes wait for it. The store's keys:
 
     begun         the number of the attempt that began last
     here/<i>/<node>  set when the node's launcher waits for attempt i
-    attempt/<i>   the port of node 0 at which the ranks of attempt i meet; or "end" and the run's exit code, if the run
-                  has ended before attempt i
+    attempt/<i>   the port of node 0 at which the ranks of attempt i meet. If the run has ended before attempt i: "end"
+                  and the run's exit code
     ended/<i>     how the first rank of attempt i failed: two exit codes and a line. Every node then ends its ranks
     beat/<node>   a counter that the node's launcher advances once a second
     left/<node>   set when the node has read that the run has ended
@@ -70,8 +70,8 @@ class Nodes:
         self._where = f"{address}:{port}"
         self._attempt = -1
         self.code = 1
-        """The run's exit code. Node 0 sets it before the ``with`` block ends; ``begin`` sets it on other nodes, which
-        exit with the same code. 1: node 0's launcher ended with an error."""
+        """The run's exit code, equal on all nodes. Node 0 sets it before the ``with`` block ends, and ``begin`` sets it
+        on the other nodes. 1: node 0's launcher ended with an error."""
         place = f"{self._where} (--master-addr, --master-port)"
         try:
             if rank == 0:  # the store listens at all addresses of this host
@@ -89,7 +89,7 @@ class Nodes:
     def _connected(self) -> dist.TCPStore:
         """Return a connection to node 0's store. A thread makes it, because a silent service blocks torch for ever.
 
-        Raises DistError or TimeoutError.
+        Raises DistError when the store refuses, TimeoutError when nothing answers in time.
         """
         made: Future[dist.TCPStore] = Future()
 
@@ -103,7 +103,7 @@ class Nodes:
         return made.result(self.timeout_s + _LOOK_S)
 
     def _found(self, error: Exception) -> str:
-        """Return what was found at node 0's address when its store did not answer with ``error``."""
+        """Return what listens at node 0's address, for a message. ``error``: why the store could not be reached."""
         try:
             socket.create_connection((self.address, self._store_port), _ANSWER_S).close()
         except OSError as refused:
@@ -182,11 +182,11 @@ class Nodes:
         return int(codes[0]), int(codes[1]), codes[2]
 
     @contextmanager
-    def watched(self, ask_ranks: Callable[[], None], kill_ranks: Callable[[], object]) -> Iterator[None]:
-        """During the block, a thread calls ``ask_ranks`` once the attempt has failed on another node, and
-        ``kill_ranks`` if the block still runs ``_GRACE_S`` later."""
+    def watched(self, terminate: Callable[[], None], kill: Callable[[], object]) -> Iterator[None]:
+        """Watch the other nodes on a thread during the block. When the attempt has failed on another node, the thread
+        calls ``terminate``, and ``kill`` if the block still runs ``_GRACE_S`` later."""
         over = threading.Event()
-        watch = threading.Thread(target=self._watch, args=(over, ask_ranks, kill_ranks), name="nodes", daemon=True)
+        watch = threading.Thread(target=self._watch, args=(over, terminate, kill), name="nodes", daemon=True)
         watch.start()
         try:
             yield
@@ -200,7 +200,7 @@ class Nodes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """On node 0, tell the other nodes that the run has ended. On another node, tell node 0 of a UserError."""
+        """On node 0, tell the other nodes that the run has ended. On another node, report a UserError to node 0."""
         if self.rank == 0:
             self._end()
         elif isinstance(error, UserError) and not isinstance(error, NodesError):
@@ -213,7 +213,7 @@ class Nodes:
         while not self._store.check([f"left/{node}" for node in range(1, self.count)]) and time.monotonic() < give_up:
             time.sleep(_POLL_S)
 
-    def _watch(self, over: threading.Event, ask_ranks: Callable[[], None], kill_ranks: Callable[[], object]) -> None:
+    def _watch(self, over: threading.Event, terminate: Callable[[], None], kill: Callable[[], object]) -> None:
         beats: dict[int, tuple[bytes, float]] = {}
         count = 0
         while not over.wait(_LOOK_S):
@@ -224,13 +224,13 @@ class Nodes:
             except dist.DistError:
                 failed = True  # node 0's launcher is gone
             if failed:
-                ask_ranks()
+                terminate()
                 if not over.wait(_GRACE_S):
-                    kill_ranks()
+                    kill()
                 return
 
     def _lost(self, beats: dict[int, tuple[bytes, float]]) -> bool:
-        """On node 0, return whether a node's launcher has stopped counting, and report the node as failed."""
+        """On node 0, return whether a node's launcher has stopped counting; such a node is reported as failed."""
         now = time.monotonic()
         for node in range(1, self.count) if self.rank == 0 else ():
             beat = self._own.get(f"beat/{node}") if self._own.check([f"beat/{node}"]) else b""

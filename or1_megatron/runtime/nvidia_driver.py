@@ -31,8 +31,9 @@ def check_driver() -> None:
 def driver_problem(wanted: tuple[int, int] | None = None) -> str:
     """Return why the driver cannot run torch for CUDA ``wanted`` (default: the installed torch's CUDA).
 
-    Empty if the driver can run it, if there is no driver, and if torch has no CUDA. The driver's library is asked
-    rather than the kernel module, because NVIDIA's forward compatibility adds a newer library to an older module.
+    The text is empty if the driver can run torch, if there is no driver, and if torch has no CUDA. The version comes
+    from the driver's library, not its kernel module: NVIDIA's forward compatibility adds a newer library to an older
+    module.
     """
     wanted, offered = wanted or torch_cuda(), driver_cuda()
     if wanted is None or offered is None or offered[0] >= wanted[0]:

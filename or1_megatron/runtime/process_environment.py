@@ -1,4 +1,4 @@
-"""Repairs the environment of a run's processes: temporary folder for sockets, home, /dev/shm, limit on open files."""
+"""Checks and repairs the environment of a run: temporary folder, home, /dev/shm, limit on open files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 from or1_verify.errors import UserError
 
 _SOCKET_FOLDER_BYTES: Final = 36
-"""Longest path of the temporary folder. A socket's path has at most 107 bytes, of which Ray's names take up to 70."""
+"""Longest path of the temporary folder. A socket's path has at most 107 bytes; Ray's names take up to 70 of them."""
 _OPEN_FILES: Final = 1024
 """The number of open files that a process of a run needs at least."""
 _MANY_FILES: Final = 1 << 16
@@ -23,8 +23,8 @@ def make_usable() -> list[str]:
     The changes are for this process and its children. Returns a line for the user about each changed folder.
 
     Raises:
-        UserError: too few files can be opened, /dev/shm cannot be written, or PYTORCH_CUDA_ALLOC_CONF has
-            expandable_segments, with which no handoff works.
+        UserError: too few files can be opened, /dev/shm cannot be written, or PYTORCH_CUDA_ALLOC_CONF switches on
+            expandable_segments. With these, no handoff works.
     """
     said = []
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):

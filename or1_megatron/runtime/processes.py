@@ -1,6 +1,6 @@
 """Reads processes from Linux's /proc: their descendants, states (stopped, asleep, waiting) and CPU times.
 
-Imports no package, because programs that must be small use this module.
+This module imports no third-party package, because small programs use it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STATES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One line of /proc/PID/stat. ``pid`` and ``started`` together never name another process."""
+    """The content of /proc/PID/stat. No two processes have the same ``pid`` and ``started``."""
 
     pid: int
     started: int

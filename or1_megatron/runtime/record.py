@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class RunRecord:
     """The observer and tracker that writes metrics and rollouts to the run's folder and to the configured trackers.
 
-    Files are opened at the first record. Records of an earlier session after the checkpoint of ``resumed`` are deleted
-    then. If ``resumed`` was not called, the run starts from scratch and all earlier records are deleted.
+    The first record opens the files, and deletes the records of earlier sessions after the checkpoint from which the
+    run resumes (``resumed``). If ``resumed`` was not called, all earlier records are deleted.
     """
 
     def __init__(self, folder: RunFolder, track: TrackConfig, config: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ class RunRecord:
         self._resumed_at = step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step, with the memory in use and counts of faults. All are on disk on return.
+        """Write the metrics of a step, the memory in use and the counts of faults. They are on disk on return.
 
         Raises DiskFullError, which names the file.
         """
@@ -79,7 +79,7 @@ class RunRecord:
         self._held_out += groups
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
-        """Write the held-out responses in the background, as rollouts of which none is kept."""
+        """Write the held-out responses in the background, marked as not kept."""
         self._opened()[2].write(step, HELD_OUT, self._held_out, [])
         self._held_out = []
 
@@ -113,7 +113,7 @@ class RunRecord:
 
 
 def _passed_on(name: str) -> Any:
-    """Return the method ``name`` of Observers."""
+    """Return a method that calls the method ``name`` of each observer."""
 
     def call(self: Observers, *args: Any, **more: Any) -> None:
         for observer in self._observers:
@@ -126,7 +126,7 @@ class Observers:
     """An observer and tracker that passes each call on to several others, in order. Put the most important first."""
 
     def __init__(self, observers: Sequence[TrackingObserver], says: Callable[[str], None] = lambda doing: None) -> None:
-        """``says`` gets a text on what the loop does, at the start of each verb."""
+        """``says``: called at the start of each verb with a text on what the loop does."""
         self._observers = tuple(observers)
         self._says = says
 

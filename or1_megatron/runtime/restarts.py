@@ -20,18 +20,18 @@ from or1_megatron.errors import STOPPED, USER_ERROR
 from or1_megatron.runtime.faults import Fault, FaultRecord
 from or1_megatron.runtime.launch import Ended
 from or1_megatron.runtime.run_folder import RunFolder, step_of
-from or1_megatron.runtime.signals import asked_by_signals
+from or1_megatron.runtime.signals import signals_handled_by
 
 PAUSES_S: Final = (0.0, 5.0, 25.0)
-"""Pauses before the restarts in a row; the last pause is also for all later restarts."""
+"""Pauses before the first, second and third restart in a row. The third pause also comes before later restarts."""
 _RECENT_S: Final = 60.0
 """A stall up to this long before the ranks' end may have caused the end."""
 _RAISED: Final = 1
-"""Exit code of a rank that raised another exception than a UserError."""
+"""Exit code of a rank that raised an exception other than a UserError."""
 
 
 class Restarts:
-    """Launches the ranks until the run ends, and again after failures that a restart may mend."""
+    """Launches the ranks, and launches them again after each failure that a restart may repair."""
 
     def __init__(
         self,
@@ -55,17 +55,16 @@ class Restarts:
 
         A signal during a pause raises SystemExit. Main thread only.
         """
-        with signals_leave():
+        with exit_on_signals():
             return self._attempts(launch)
 
     def _attempts(self, launch: Callable[[], Ended]) -> int:
-        """Call ``launch`` until no restart is due, and return the exit code."""
         furthest, in_a_row = self._last_step(), 0
         before: tuple[int, str] | None = None
         while True:
             started_s = time.time()
             ended = launch()
-            if ended.asked or ended.rank_code in (0, USER_ERROR, STOPPED):
+            if ended.stop_requested or ended.rank_code in (0, USER_ERROR, STOPPED):
                 return ended.code
             step = self._last_step()
             if step > furthest:
@@ -88,7 +87,7 @@ class Restarts:
             time.sleep(pause_s)
 
     def _why(self, ended: Ended, since_s: float) -> str:
-        """Return how the ranks ended, and the reason that a rank or the watchdog recorded."""
+        """Return how the ranks ended, and the reason if a rank or the watchdog has recorded one."""
         faults = list(self._faults.read(max(since_s, time.time() - _RECENT_S)))
         stalled = [fault for fault in faults if fault.kind == "stalled"][-1:]
         failed = [fault for fault in faults if fault.kind == "failed"][:1]
@@ -116,9 +115,9 @@ class Restarts:
         return max(self._folder.recorded_steps(), default=-1)
 
 
-def signals_leave() -> AbstractContextManager[None]:
+def exit_on_signals() -> AbstractContextManager[None]:
     """Let stop signals raise SystemExit within the block, except while ``launch`` handles them. Main thread only."""
-    return asked_by_signals(_leave)
+    return signals_handled_by(_leave)
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:

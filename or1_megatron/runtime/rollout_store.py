@@ -42,7 +42,7 @@ class RolloutStore:
     """Writes the rollouts of steps on a thread. An error of the thread is raised by a later ``write`` or ``close``."""
 
     def __init__(self, folder: Path, keep_bytes: int) -> None:
-        """``keep_bytes``: limit for all files together. The oldest files are deleted; the newest file always stays."""
+        """``keep_bytes``: limit for all files together. Older files are deleted first; the newest file always stays."""
         self.folder = folder
         self.keep_bytes = keep_bytes
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def to_table(
 def _scored(
     rows: Sequence[tuple[Group, Completion]], kept: Sequence[AdvantagedGroup], scores: TokenScores | None
 ) -> dict[str, pa.Array]:
-    """Return the columns log-prob difference (policy minus engine) and entropy of the trained tokens, in float16."""
+    """Return two float16 columns for the trained tokens: log-prob differences (policy - engine) and entropies."""
     of_row: dict[int, tuple[Float32Array, Float32Array]] = {}
     if scores is not None:
         trained = [completion for one in kept for completion in one.group.completions]
@@ -154,7 +154,7 @@ def _scored(
 
 
 def _prompt_text(messages: Sequence[Message]) -> str:
-    """Return the prompt as text: a single message as it is, or several messages, each after its role."""
+    """Return the prompt as text. Each of several messages begins with its role; a single message is as it is."""
     if len(messages) == 1:
         return messages[0].content
     return "\n".join(f"{message.role}: {message.content}" for message in messages)

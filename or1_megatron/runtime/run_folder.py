@@ -2,7 +2,7 @@
 
     config.yaml        the resolved configuration
     metrics.jsonl      one JSON object per step (docs/schemas.md)
-    faults.jsonl       what died or stalled and was mended (runtime.faults)
+    faults.jsonl       stalls, failures and restarts (runtime.faults)
     sessions.jsonl     when, where and with which code each session began (runtime.versions)
     alarms.jsonl       the sentence of each alarm: {step, text}
     rollouts/          step_000012.parquet

@@ -26,11 +26,11 @@ from or1_megatron.runtime.heartbeat import main_thread_stack
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-ASKS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+LAUNCHER_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Each of these signals asks a launcher to let the ranks save and end. The launcher sends SIGUSR1 to the ranks."""
 REPEAT_S = 2.0
-"""A signal sooner than this after the first repeats the first request: a scheduler signals every process of a job, and
-the launcher forwards its own signal to the ranks."""
+"""A signal that comes sooner than this after the first is ignored. A rank may get the same stop twice: a scheduler
+signals every process of a job, and the launcher forwards its own signal to the ranks."""
 
 LAUNCH_MARK = "OR1_LAUNCH"
 """An environment variable of all processes that ``launch`` starts; its value is the launcher's pid."""
@@ -43,16 +43,17 @@ _LAST_WORDS_S = 2.0
 
 
 def is_launched() -> bool:
-    """Return whether this process is a rank that ``launch`` started, so that the node has a watchdog.
+    """Return whether ``launch`` started this process as a rank. Such a rank's node has a watchdog.
 
-    The variable must name the parent: processes that a rank starts inherit it, and may be a run of their own.
+    The variable ``LAUNCH_MARK`` must name the parent's pid, because processes that a rank starts inherit the variable
+    and may begin a run of their own.
     """
     return os.environ.get(LAUNCH_MARK) == str(os.getppid())
 
 
 @contextmanager
-def asked_by_signals(
-    handler: Callable[[int, FrameType | None], Any], numbers: Sequence[signal.Signals] = ASKS
+def signals_handled_by(
+    handler: Callable[[int, FrameType | None], Any], numbers: Sequence[signal.Signals] = LAUNCHER_STOP_SIGNALS
 ) -> Iterator[None]:
     """Let the signals of ``numbers`` call ``handler`` within the block. Main thread only.
 
@@ -71,7 +72,7 @@ class StopRequested:
     """A flag that a stop signal sets. The loop reads it between verbs.
 
     >>> stop = StopRequested(grace_s=120.0)
-    >>> with stop.heeded():                 # main thread only
+    >>> with stop.handling_signals():       # main thread only
     ...     if stop.requested(): save_and_exit()
 
     After the first signal the process has ``grace_s`` seconds. Then, or at a second signal (REPEAT_S or more after the
@@ -89,7 +90,7 @@ class StopRequested:
         return self._requested.is_set()
 
     @contextmanager
-    def heeded(self) -> Iterator[None]:
+    def handling_signals(self) -> Iterator[None]:
         """Handle the stop signals within the block. Use it once, in the main thread; elsewhere it raises ValueError.
 
         The end of the block ends the grace period, because the process has saved and exits normally.
@@ -99,7 +100,7 @@ class StopRequested:
         previous_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(read_fd,), name="stop-signals", daemon=True).start()
         try:
-            with asked_by_signals(_heard, STOP_SIGNALS):
+            with signals_handled_by(_heard, STOP_SIGNALS):
                 yield
         finally:
             self._finished.set()
@@ -120,7 +121,7 @@ class StopRequested:
             return
         if number == signal.SIGTERM and is_launched():
             logger.info("SIGTERM: has another rank failed? The main thread is at\n%s", main_thread_stack())
-            threading.Thread(target=self._end_unless_asked, name="stop-agent", daemon=True).start()
+            threading.Thread(target=self._end_unless_saving, name="stop-agent", daemon=True).start()
             return
         self._requested_s = time.monotonic()
         self._requested.set()
@@ -128,8 +129,8 @@ class StopRequested:
         logger.warning("%s: saving and stopping within %g s; a second signal stops at once", name, self.grace_s)
         threading.Thread(target=self._enforce_grace, args=(number,), name="stop-grace", daemon=True).start()
 
-    def _end_unless_asked(self) -> None:
-        """End this rank after ``_LAST_WORDS_S`` unless a save was requested, because another rank has failed."""
+    def _end_unless_saving(self) -> None:
+        """End this rank after ``_LAST_WORDS_S``, because another rank has failed, unless it is saving or has saved."""
         time.sleep(_LAST_WORDS_S)
         if not (self._finished.is_set() or self._requested.is_set()):
             os._exit(PART_LOST)

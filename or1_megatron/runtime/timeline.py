@@ -1,7 +1,7 @@
 """The timeline of a run (``track.timeline``): each process writes what it does, from when to when, to its own file.
 
-``RUN/timeline/HOST-WHO-PID.jsonl`` begins with a row about the process; each further row has spans that have ended.
-Times are in ns since the epoch by the host's clock; spans named ``clocks`` say how far that clock is ahead of rank 0's.
+``RUN/timeline/HOST-WHO-PID.jsonl`` begins with a row about the process. Each further row has spans that have ended.
+Times are in ns since the epoch, by the host's clock. Spans named ``clocks`` say how far the clock is ahead of rank 0's.
 """
 
 from __future__ import annotations

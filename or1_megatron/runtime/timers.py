@@ -49,7 +49,6 @@ class StepTimer:
         return wall_s, seconds
 
     def _credit(self, now_s: float) -> None:
-        """Add the time up to now to the running verb."""
         assert self._verb is not None
         self._seconds[self._verb] = self._seconds.get(self._verb, 0.0) + now_s - self._verb_started_s
         self._verb_started_s = now_s

@@ -52,7 +52,7 @@ class TensorBoardTracker:
     """
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        """``first_step``: the next step. TensorBoard discards the records of earlier files from this step on."""
+        """``first_step``: the first step to come. TensorBoard drops the records of earlier files from this step on."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -182,12 +182,12 @@ class PrometheusTracker:
 
 
 def prometheus_name(metric: str) -> str:
-    """Return a metric's name for Prometheus: ``or1_entropy_sampled`` of ``entropy/sampled``."""
+    """Return a metric's name for Prometheus. For ``entropy/sampled`` this is ``or1_entropy_sampled``."""
     return "or1_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
 
 
 def find_tracker(path: str) -> Any:
-    """Return the class that ``track.tracker`` names. Raises its module's errors, and TypeError for wrong parameters."""
+    """Return the class that ``track.tracker`` names. Raises errors of its module; TypeError for wrong parameters."""
     kind = by_path(path)
     inspect.signature(kind).bind(Path(), {})
     inspect.signature(kind.log).bind(kind, 0, {})
@@ -207,11 +207,11 @@ _OTHERS: Final[tuple[tuple[str, str, Callable[[str], Any], Any, str], ...]] = (
     ),
     ("the tracker", "tracker", find_tracker, None, "Class(run folder, configuration), log(step, metrics) and close()"),
 )
-"""Per tracker: (name, key below ``track``, check of its value, class or None if the check returns it, requirements)."""
+"""(name, key below ``track``, check of the key's value, class (None: the check returns the class), requirements)."""
 
 
 def check_trackers(track: TrackConfig) -> dict[str, _MakeTracker]:
-    """Return functions that make the configured trackers, by name. Raises UserError, a line per unusable tracker."""
+    """Return, by tracker, functions that make the configured trackers. Raises UserError: a line per unusable one."""
     makers: dict[str, _MakeTracker] = {}
     wrong = []
     for name, key, check, kind, needed in _OTHERS:
@@ -227,8 +227,8 @@ def check_trackers(track: TrackConfig) -> dict[str, _MakeTracker]:
 
 
 class BackgroundTracker:
-    """Calls a tracker on a thread, so that neither a server nor a user's code delays or ends the run. Errors of the
-    tracker become warnings."""
+    """Calls a tracker on a thread, so that neither a server nor a user's code delays or ends the run. The tracker's
+    errors become warnings."""
 
     def __init__(self, name: str, make: _MakeTracker, folder: Path, config: Mapping[str, Any]) -> None:
         """Make the tracker. Raises UserError if the tracker cannot be made."""

@@ -46,7 +46,7 @@ def installed(package: str) -> str | None:
 
 
 def digest_of_code(folder: Path) -> str:
-    """Return a digest of a folder's Python files, for copies of the tree, which have no commit."""
+    """Return a digest of a folder's Python files. It identifies the code where there is no commit."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
@@ -54,9 +54,9 @@ def digest_of_code(folder: Path) -> str:
 
 
 def commit() -> str:
-    """Return the short commit, with "+changes" if the tree's code differs from it; "unknown" without git.
+    """Return the short commit, with "+changes" if the tree's code differs from the commit; "unknown" without git.
 
-    $BENCHMARK_COMMIT replaces this text, for a copy of the tree without git on a GPU machine.
+    If $BENCHMARK_COMMIT is set, it is returned instead: a GPU machine may have a copy of the tree without git.
     """
     if said := os.environ.get("BENCHMARK_COMMIT"):
         return said
@@ -76,7 +76,7 @@ def printed(command: Sequence[str]) -> str | None:
 
 
 def device() -> str:
-    """Return the name and memory of the first GPU, or without a GPU the processor's name and cores."""
+    """Return the name and memory of the first GPU. Without a GPU, return the processor's name and number of cores."""
     import torch
 
     if torch.cuda.is_available():

@@ -2,7 +2,8 @@
 
 The launcher of each node runs a watchdog on a thread. Every second it looks at each process below the launcher and at
 the heartbeats (``heartbeat``). A process that is stopped (state T) for ``heartbeat_s`` is killed. A process whose
-heartbeat stands still for ``heartbeat_s`` is judged by its state and by the CPU time of its busiest thread since then:
+heartbeat stands still for ``heartbeat_s`` is judged by its state, and by the CPU time of its busiest thread during the
+standstill:
 
     it ran, or waits for a core          it is busy or starved; killed only after _BUSY_FACTOR * heartbeat_s of CPU
                                          time
@@ -37,7 +38,7 @@ from or1_megatron.runtime.processes import (
 
 _LOOK_S: Final = 1.0
 _LATE_S: Final = 4.0
-"""If the watchdog itself did not run for longer than this, all clocks restart, as others may not have run either."""
+"""If the watchdog itself did not run for longer than this, all waiting times restart: nobody else may have run."""
 _BUSY_FACTOR: Final = 6.0
 _DISK_FACTOR: Final = 20.0
 _ON_CORES: Final = 0.2
@@ -59,7 +60,7 @@ class _Silence:
 
 
 class Watchdog:
-    """Watches the processes below ``root`` and all processes of the run with a heartbeat on this node."""
+    """Watches the descendants of the process ``root``, and all processes of the run with a heartbeat on this node."""
 
     def __init__(
         self, root: int, run: str, heartbeat_s: float, faults: FaultRecord, say: Callable[[str], None] | None = None
@@ -78,8 +79,8 @@ class Watchdog:
         self._stopped_since: dict[tuple[int, int], float] = {}
         self._killed: set[tuple[int, int]] = set()
         self._seen: set[tuple[int, int]] = set()
-        """(pid, start) of the run's processes at the last look. They are remembered because, under a Ray cluster from
-        before the run, a parent that dies leaves children without an ancestor among the run's processes."""
+        """(pid, start) of the run's processes at the last look. They are remembered because a process's parent may die:
+        in a Ray cluster from before the run, the process then has no ancestor that belongs to the run."""
         self._looked_s = time.monotonic()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None

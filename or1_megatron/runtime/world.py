@@ -21,12 +21,12 @@ def several_nodes() -> bool:
 
 
 def ranks_per_node(world: int) -> int:
-    """Return the number of ranks on each node, of ``world`` ranks in all."""
+    """Return the number of ranks on each node, where the run has ``world`` ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
 def bind_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> None:
-    """Bind this thread, and the threads and processes that it starts from now on, to the CPU cores beside a device.
+    """Bind this thread, and the threads and processes that it starts from now on, to the CPU cores near a device.
 
     Page-locked memory is then on the NUMA node of the GPU. Nothing changes where Linux reports no such cores, or where
     this process may use none of them (cpusets, taskset).

@@ -23,7 +23,7 @@ from typing import Final
 
 import psutil
 
-from or1_megatron.runtime.signals import asked_by_signals
+from or1_megatron.runtime.signals import signals_handled_by
 from or1_megatron.runtime.versions import ROOT
 from or1_megatron.selftest.one_check import Check, CheckOutcome
 from or1_megatron.selftest.outcome_report import Report, lines_of
@@ -54,8 +54,8 @@ def run_checks(checks: Sequence[Check], out: Path, *, minutes: float = 10.0) -> 
             Each check's own limit is meant for 10 minutes in all, and is scaled accordingly.
 
     Raises:
-        SystemExit: on a signal that asks to stop (``runtime.signals.ASKS``), with 128 plus its number. No process is
-            left running.
+        SystemExit: on a stop signal (``runtime.signals.LAUNCHER_STOP_SIGNALS``), with 128 plus its number. No process
+            is left running.
     """
     (out / "logs").mkdir(parents=True, exist_ok=True)
     report = Report([check.name for check in checks])
@@ -136,7 +136,7 @@ def _stopped_by_signals() -> Iterator[None]:
             ending.append(number)
             raise SystemExit(128 + number)
 
-    with asked_by_signals(stop):
+    with signals_handled_by(stop):
         try:
             yield
         finally:

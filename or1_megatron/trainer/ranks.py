@@ -122,7 +122,7 @@ def serve(config: Config, stop: StopRequested, heart: Heartbeat) -> None:
         verbs = rank_verbs(policy, saver, sender, score_reference, config)
         faults = FaultRecord(RunFolder(config.run.folder).root)
         lockstep = Lockstep(mesh, verbs, config.cluster.verb_timeout_s, heart, faults.failed(f"rank {mesh.rank}"))
-        with stop.heeded(), saver:
+        with stop.handling_signals(), saver:
             lockstep.serve()
 
 
@@ -171,7 +171,7 @@ def lead(
             timer=StepTimer(),
             stop=stop.requested,
         )
-        with stop.heeded():  # before, there is nothing to save, and signals kill
+        with stop.handling_signals():  # before, there is nothing to save, and signals kill
             return run_loop(config, folder, Loop(loop_config(config, policy, folder, begin), ports), shown, started_s)
 
 
@@ -216,8 +216,8 @@ def serve_policy(
     probe = Probe(config.handoff, config.model.dtype, policy.hf["vocab_size"], config.longest_sequence)
     layout = batch_layout(config.parallel, policy.hf)
     synced = SyncedPolicy(lockstep, saver, engines, group, rollouts, config.handoff, probe, layout, sharing)
-    rollouts.revive_with(
-        synced.revive,
+    rollouts.allow_restarts(
+        synced.restart_lost_engines,
         lambda why: faults.write(Fault("manager", "the RolloutManager", why)),
         in_turns=sharing.engines_sleep,
     )

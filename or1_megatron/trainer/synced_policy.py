@@ -246,16 +246,16 @@ class SyncedPolicy:
                 self._give_devices()
                 sent_s = time.perf_counter()
                 probed = None if expected is None else self._judge_engines(expected)
-                self._engines.certify(version)
+                self._engines.resume_generation(version)
                 break
             except (SendError, EngineError) as error:
-                if not self._replace_lost():
+                if not self._restart_lost():
                     raise
                 log.warning("the handoff is done again: %s", error)
                 self._lockstep.call("restore", "parameters")
                 self._pass_devices("handoff")
         if self._known != self._pool.handles:
-            self._rollouts.rejoin(self._pool.handles)
+            self._rollouts.engines_restarted(self._pool.handles)
             self._known = list(self._pool.handles)
         self._version = version
         self._handoffs += 1
@@ -277,12 +277,12 @@ class SyncedPolicy:
                 raise
             raise EngineStrayed(str(error)) from error
 
-    def revive(self) -> None:
+    def restart_lost_engines(self) -> None:
         """Replace engines that died in the middle of a rollout, and hand the current weights to all engines.
 
         Where engines share the trainer's GPUs, no engine may be decoding. Raises the same errors as ``hand_off``.
         """
-        if self._replace_lost():
+        if self._restart_lost():
             self.hand_off(self._version)
 
     def take_devices(self) -> None:
@@ -294,7 +294,7 @@ class SyncedPolicy:
             try:
                 self._engines.sleep()
             except EngineError as error:
-                if not self._replace_lost():
+                if not self._restart_lost():
                     raise
                 log.warning("an engine was lost before the trainer took the devices: %s", error)
         if self._devices != "trainer":
@@ -320,9 +320,9 @@ class SyncedPolicy:
             raise RuntimeError(f"the devices went from '{self._devices}' to '{to}'; expected {expected}")
         self._devices = to
 
-    def _replace_lost(self) -> bool:
+    def _restart_lost(self) -> bool:
         """Replace lost engines, and return whether an engine was lost. The next handoff connects to the new engines."""
-        if not self._pool.restart_lost(self._make_room):
+        if not self._pool.restart_lost_engines(self._make_room):
             return False
         self._lockstep.call("leave_engines")
         if self._sharing.engines_sleep:

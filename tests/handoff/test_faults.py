@@ -48,7 +48,7 @@ class Rig:
     def good_handoff(self, model: Any, version: int) -> None:
         self.trainer.send(model, version)
         compare_probe(self.control.score_prompts(PROBE), scores(model, PROBE), bound=1e-4)
-        self.control.certify(version)
+        self.control.resume_generation(version)
 
 
 @pytest.fixture(scope="module", params=["gloo", "shared_memory"])
@@ -156,7 +156,7 @@ def test_what_goes_wrong_in_transit_is_named_and_never_served(rig: Rig, fault: s
     with pytest.raises(EngineError, match="did not come to its end"):
         rig.control.score_prompts(PROBE)
     with pytest.raises(EngineError, match="cannot serve version 2: it holds a mixture"):
-        rig.control.certify(2)
+        rig.control.resume_generation(2)
     rig.good_handoff(rig.new, 3)
 
 

@@ -87,7 +87,7 @@ def trainer(tiny_model: TinyModel, engine_pool: EnginePool) -> Iterator[Any]:
     trainer = TamperedTrainer(tiny_model.oracle, CONFIG, control)
     yield trainer
     trainer.send(tiny_model.oracle, 0)
-    control.certify(0)
+    control.resume_generation(0)
     trainer.close()
 
 
@@ -96,15 +96,15 @@ def test_spans_agree_with_their_versions_weights(tiny_model: TinyModel, engine_p
     models = {version: TinyModel(tiny_model.folder, perturbed(tiny_model.oracle, version)) for version in (1, 2)}
     trainer.send(models[1].oracle, 1)
     compare_probe(control.score_prompts(PROBE), scores(models[1].oracle, PROBE), bound=1e-4)
-    control.certify(1)
+    control.resume_generation(1)
     sent = requests(80, seed=1000)
     submit_with_next_update(handle, sent)
     trainer.send(models[2].oracle, 2)
     late = requests(6, seed=9000)
-    ray.get(handle.submit.remote(pack(late)), timeout=DEADLINE_S)  # held until the weights are certified
+    ray.get(handle.submit.remote(pack(late)), timeout=DEADLINE_S)  # held until the weights are checked
     assert compare_probe(control.score_prompts(PROBE), scores(models[2].oracle, PROBE), bound=1e-4) < 1e-4
-    assert harvest(handle, wait_s=0.3) == {}  # nothing is served before the weights are certified
-    control.certify(2)
+    assert harvest(handle, wait_s=0.3) == {}  # nothing is served before the weights are checked
+    control.resume_generation(2)
     completions = harvest_all(handle, sent + late)
     mixed = [(r, c) for r, c in zip(sent, completions, strict=False) if len(c.versions) == 2]
     assert sum(STEPS - 2 <= completion.versions[1].first_token < 60 for _, completion in mixed) >= 10

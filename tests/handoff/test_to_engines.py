@@ -83,7 +83,7 @@ def handed_off(pool: Any, model: Any) -> Iterator[tuple[Any, Any]]:
     for version in (1, 2):
         trainer.grid.model = perturbed(model, seed=version)
         trainer.send(version)
-        control.certify(version)
+        control.resume_generation(version)
         yield control, trainer.grid.model
     trainer.close()
     pool.close()
@@ -138,7 +138,7 @@ def test_engines_compute_what_was_sent(pools: Any, kind: str, layout: tuple[int,
     for version in (1, 2):
         trainer.grid.model = perturbed(model, seed=version)
         trainer.send(version)
-        control.certify(version)
+        control.resume_generation(version)
         assert difference(control, trainer.grid.model) < 1e-4
         plan = trainer.senders[0].plan
         sent = plan.bytes_sent()
@@ -158,7 +158,7 @@ def test_engine_ranks_draw_from_the_whole_vocabulary(pools: Any) -> None:
     pool, model = pools["tensor"]
     trainer = Trainer(Grid(model, 1, 1, 1), CONFIG, pool.control(CONFIG.timeout_s))
     trainer.send(3)
-    pool.control(CONFIG.timeout_s).certify(3)
+    pool.control(CONFIG.timeout_s).resume_generation(3)
     trainer.close()
     sent, drawn = requests(Sampling(0.8, 1.0, 24), seed=(1 << 64) - 9000, each=4), []
     for asked, made in zip(sent, decode(pool.handles[0], sent), strict=True):

@@ -86,8 +86,8 @@ def main(case: str, folder: Path) -> None:
     start_process_group(120)
     mesh = build_mesh(ParallelConfig(ranks=int(os.environ["WORLD_SIZE"])), seed=1)
     (folder / f"{mesh.rank}.pid").write_text(str(os.getpid()))
-    heeded = StopRequested(grace_s=120).heeded()
-    heeded.__enter__()  # as trainer ranks do: torchrun's SIGTERM must not end them before they have said where they are
+    handling = StopRequested(grace_s=120).handling_signals()
+    handling.__enter__()  # as trainer ranks do: torchrun's SIGTERM must not end them before they say where they are
     heart = Heartbeat(beats_folder(str(folder)), f"rank {mesh.rank}")
     note = FaultRecord(folder).failed(f"rank {mesh.rank}")
     # A busy machine must not make healthy ranks late: only the faults that nothing else ends meet a short deadline.
@@ -107,7 +107,7 @@ def main(case: str, folder: Path) -> None:
         finally:
             lockstep.close()
     shutil.rmtree(beats_folder(str(folder)), ignore_errors=True)
-    heeded.__exit__(None, None, None)
+    handling.__exit__(None, None, None)
     stop_process_group()
 
 

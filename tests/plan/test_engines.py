@@ -28,7 +28,7 @@ def test_two_responses_on_one_engine() -> None:
     = 1.7, and the keys of 20 and 22 tokens. Then the second alone, 2 iterations: 1 + 0.1 + 0.5 = 1.6, and 12 and 13
     tokens. Its verdict takes 0.25 s."""
     engines = PlannedEngines(CLOCK, 1, verdict_s=0.25)
-    ticket = engines.ask(tokens(10), tokens(2, 4), 2)
+    ticket = engines.request(tokens(10), tokens(2, 4), 2)
     expected = 0.3 + 2 * 1.7 + 0.01 * (20 + 22) + 2 * 1.6 + 0.01 * (12 + 13)
     assert engines.wait(ticket) == pytest.approx(0.25) and engines.now_s == pytest.approx(expected)
     parts_s = dict(zip(PARTS, engines.parts_s(), strict=True))
@@ -37,7 +37,7 @@ def test_two_responses_on_one_engine() -> None:
     assert parts_s["per response"] == pytest.approx(0.1 * 6) and parts_s["products"] == 0
     for count, readings in ((2, 2), (8, 4)):  # four responses on two engines, or on four of eight
         engines = PlannedEngines(CLOCK, count)
-        engines.wait(engines.ask(tokens(10), tokens(3, 3, 3, 3), 4))
+        engines.wait(engines.request(tokens(10), tokens(3, 3, 3, 3), 4))
         assert engines.parts_s()[PARTS.index("prompts")] == pytest.approx(readings * 0.3)
 
 
@@ -45,14 +45,14 @@ def test_one_verifier_is_a_queue() -> None:
     """Both end at once; their verdicts take 5 s each, one after the other, or beside each other with two verifiers."""
     for verifiers, expected_s in ((1, 10), (2, 5)):
         engines = PlannedEngines(CLOCK, 1, verifiers, 5.0)
-        assert engines.wait(engines.ask(tokens(10), tokens(3, 3), 2)) == pytest.approx(expected_s)
+        assert engines.wait(engines.request(tokens(10), tokens(3, 3), 2)) == pytest.approx(expected_s)
 
 
 def test_a_handoff_stops_engines_and_time_passes_for_all() -> None:
     """Lengths 4 and 8; an iteration takes 1 s alone, 2 s with two. After 4 s both have 2 tokens, the handoff takes 1 s;
     at 9 s the first ends; the second then has 4 of 8 and needs 1 s for each of the others."""
     engines = PlannedEngines(EngineClock(2, response_s=1.0), 1)
-    ticket = engines.ask(tokens(1, 1), tokens(4, 8), 1)
+    ticket = engines.request(tokens(1, 1), tokens(4, 8), 1)
     engines.spend(4.0)
     engines.pause(1.0)
     engines.wait(ticket)
@@ -67,7 +67,7 @@ def test_against_token_by_token(seed: int, kv_tokens: int) -> None:
     prompts, lengths = random.integers(5, 30, 10), random.integers(1, 60, 40)
     clock = replace(CLOCK, kv_tokens=kv_tokens, fixed_s=float(random.uniform(0.1, 2)))
     engines = PlannedEngines(clock, 1)
-    engines.wait(engines.ask(prompts, lengths, 4))
+    engines.wait(engines.request(prompts, lengths, 4))
 
     waiting = [(int(prompts[i // 4]), int(length)) for i, length in enumerate(lengths)]
     running: list[list[int]] = []  # [tokens held, tokens to come, tokens reserved]
@@ -89,5 +89,5 @@ def test_against_token_by_token(seed: int, kv_tokens: int) -> None:
 def test_requests_go_to_the_emptiest_engine_and_wait_for_a_place() -> None:
     """Two engines of two places, 1 s an iteration: of five responses the last begins when the shortest has ended."""
     engines = PlannedEngines(EngineClock(2, fixed_s=1.0), 2)
-    engines.wait(engines.ask(tokens(1, 1, 1, 1, 1), tokens(9, 3, 5, 9, 10), 1))
+    engines.wait(engines.request(tokens(1, 1, 1, 1, 1), tokens(9, 3, 5, 9, 10), 1))
     assert engines.now_s == pytest.approx(3 + 10)

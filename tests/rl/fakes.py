@@ -113,7 +113,7 @@ class TableRollouts:
         self.under_way: dict[int, list[Group]] = {}  # by ticket
         self.asked: dict[int, Asked] = {}  # by ticket, those under way that are not urgent
         self.collected: dict[Asked, list[Group]] = {}  # and not trained
-        self.reused: dict[Asked, list[Group]] = {}  # for a rollout that asks the same
+        self.restored: dict[Asked, list[Group]] = {}  # for a rollout that asks the same
 
     def load(self, table: np.ndarray, version: int) -> None:
         self.table, self.version = table, version
@@ -130,8 +130,8 @@ class TableRollouts:
         self.calls += 1
         if not urgent:
             asked = self.asked[self.calls] = asked_by(prompts, group_size, sampling, seed)
-            if asked in self.reused:
-                self.under_way[self.calls] = self.reused.pop(asked)
+            if asked in self.restored:
+                self.under_way[self.calls] = self.restored.pop(asked)
                 return self.calls
         scaled = self.table / sampling.temperature
         log_probs = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
@@ -188,19 +188,19 @@ class TableRollouts:
     def trained(self) -> None:
         self.collected.clear()
         if not self.asked:
-            self.reused.clear()
+            self.restored.clear()
 
     def finished_responses(self) -> bytes:
         """Return all requested rollouts that are not trained on yet. A response is finished when it is requested."""
         under_way = {asked: self.under_way[ticket] for ticket, asked in self.asked.items()}
-        finished = self.reused | self.collected | under_way
+        finished = self.restored | self.collected | under_way
         return pickle.dumps(finished) if finished else b""
 
-    def reuse(self, responses: bytes, version: int | None = None) -> None:
+    def restore_responses(self, responses: bytes, version: int | None = None) -> None:
         for asked, groups in pickle.loads(responses).items():
             of = {span.version for group in groups for made in group.completions for span in made.versions}
             if version is None or of == {version}:
-                self.reused[asked] = groups
+                self.restored[asked] = groups
 
 
 class TablePolicy:

@@ -392,7 +392,7 @@ def test_a_resume_that_ends_the_run_leaves_its_responses_behind(tmp_path: Path, 
     assert stopped.loop.steps_done == 3
     assert (tmp_path / "checkpoints" / "step_000003" / FINISHED_RESPONSES).is_file()
     again = World(tmp_path, stages({"steps": 3}), evaluated=False, changes=changes)
-    assert again.loop.run().finished and not again.rollouts.reused
+    assert again.loop.run().finished and not again.rollouts.restored
 
 
 def test_stale_rollouts_before_a_possible_plateau(tmp_path: Path) -> None:

@@ -41,14 +41,14 @@ def start_engine() -> Any:
 
         async def submit(self, requests: bytes, caller: int) -> None:
             for request in unpack(requests):
-                assert request.seed not in self.seeds, "it was asked for this before"
+                assert request.seed not in self.seeds, "this was requested before"
                 self.seeds.add(request.seed)
                 self.requests.append(request)
 
         async def harvest(self, wait_s: float, keep: bool, caller: int) -> bytes:
             return await self.harvests.get()
 
-        async def release(self, seeds: list[int]) -> None:
+        async def forget(self, seeds: list[int]) -> None:
             """Forget nothing: the manager calls it after each rollout."""
 
         async def say(self, harvest: bytes) -> None:
@@ -141,7 +141,7 @@ async def finished(manager: RolloutManager, count: int) -> bool:
 
 
 async def is_lost(manager: RolloutManager) -> bool:
-    return list(await manager.engines_lost()) == [0]
+    return list(await manager.lost_engines()) == [0]
 
 
 async def has_ended(manager: RolloutManager, drains: int) -> bool:
@@ -180,7 +180,7 @@ def test_an_engine_is_lost_over_a_handoff(ray_cluster: None, how: str) -> None:
                 if how == "dies":
                     ray.kill(old, no_restart=True)
                     await until(lambda: is_lost(manager))
-                await manager.rejoin([successor, other])
+                await manager.engines_restarted([successor, other])
                 if how == "stalls":
                     await say(old, [answer(each, 0, 4) for each in lost])
                     await until(lambda: has_ended(manager, drains=2))
@@ -206,7 +206,7 @@ def test_requests_on_their_way_to_a_lost_engine_do_not_reach_its_successor(ray_c
         async with managed(engines) as manager:
             await manager.roll_out(batch(1))
             engines.append(successor := start_engine())
-            await manager.rejoin([successor, engines[1]])  # no call was made yet: neither method waits
+            await manager.engines_restarted([successor, engines[1]])  # no call was made yet: neither method waits
             of_engine = await taken([successor, engines[1]], 6)
             for index, engine in enumerate([successor, engines[1]]):
                 await say(engine, [answer(each, index, 5) for each in of_engine[index]])

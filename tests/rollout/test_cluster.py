@@ -162,7 +162,7 @@ cluster.start_ray(None, "loses-ray")
 no_engines = SimpleNamespace(handles=[])
 config = RolloutConfig()
 rollouts = RolloutsClient(no_engines, config, VerifyConfig(workers=1), frozenset({"math"}), "loses-ray")
-rollouts.revive_with(lambda: None, lambda reason: print("REPLACED", flush=True))
+rollouts.allow_restarts(lambda: None, lambda reason: print("REPLACED", flush=True))
 cluster.check_ray()
 rollouts.roll_out([prompt([2, 5, 27])], 2, Sampling(1.0, 1.0, 8), seed=1)
 for child in psutil.Process().children():

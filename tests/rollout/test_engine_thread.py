@@ -118,7 +118,7 @@ def test_who_lingers_gets_more_at_once_but_not_after_the_last(heart: Heartbeat) 
         assert harvest.result(PATIENCE_S).completions == tuple(range(12))
 
 
-def test_kept_completions_are_recalled_until_they_are_released(heart: Heartbeat) -> None:
+def test_a_new_manager_gets_the_kept_completions_until_they_are_forgotten(heart: Heartbeat) -> None:
     """With those that nobody has harvested; a harvest under way ends with nothing, and what is pending is given up."""
     steps = threading.Semaphore(3)
     thread = EngineThread(lambda: CountingEngine(steps), "engine 0", heart)
@@ -133,21 +133,21 @@ def test_kept_completions_are_recalled_until_they_are_released(heart: Heartbeat)
     thread.harvest(0.0, keep=True)
     caller.start()
     wait_until(lambda: bool(vars(thread._state)["_waiters"]), "the harvest to wait")
-    assert thread.recall(1) == done[:3]
+    assert thread.switch_manager(1) == done[:3]
     caller.join(PATIENCE_S)
     assert asked[0].completions == ()
-    thread.release([0, 2])
+    thread.forget([0, 2])
     steps.release(3)
     thread.call_for(1, lambda engine: engine.submit(done[3:]), None)
     wait_until(lambda: len(thread._completions) == 2, "the engine to finish")
-    assert thread.recall(2) == [done[1], *done[3:]]
+    assert thread.switch_manager(2) == [done[1], *done[3:]]
     assert thread.harvest(0.01, caller=2).completions == ()
 
 
-def test_calls_of_a_dead_caller_that_arrive_late_do_nothing(heart: Heartbeat) -> None:
+def test_calls_of_an_old_manager_that_arrive_late_do_nothing(heart: Heartbeat) -> None:
     """Its requests are not decoded, and what its successor's requests give is left to the successor."""
     thread = EngineThread(CountingEngine, "engine 0", heart)
-    assert thread.recall(1) == []
+    assert thread.switch_manager(1) == []
     assert thread.call_for(0, lambda engine: engine.submit([7]), "ignored") == "ignored"
     thread.call_for(1, lambda engine: engine.submit([8]), None)
     wait_until(lambda: bool(thread._completions), "the successor's request")

@@ -21,7 +21,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from waiting import PATIENCE_S, wait_until
 
 from or1_megatron.rollout.client import RolloutsClient
-from or1_megatron.rollout.engine_group import lost_engines
+from or1_megatron.rollout.engine_group import find_lost_engines
 from or1_megatron.rollout.engine_pool import EngineError, EnginePool
 from or1_megatron.rollout.engine_thread import EngineFailed
 from or1_megatron.rollout.manager import RolloutError, RolloutManager
@@ -142,7 +142,7 @@ def test_several_roll_outs_at_a_time(rollouts: RolloutsClient) -> None:
 
 def kept(engine: Any) -> list[Any]:
     """What the engine would hand to a successor of its manager. From now on it answers callers of number 0 again."""
-    found: list[Any] = unpack(ray.get(engine.recall.remote(0), timeout=PATIENCE_S))
+    found: list[Any] = unpack(ray.get(engine.switch_manager.remote(0), timeout=PATIENCE_S))
     return found
 
 
@@ -158,7 +158,7 @@ def test_a_manager_that_dies_is_replaced(rollouts: RolloutsClient, engine_pool: 
     sampling = Sampling(1.0, 1.0, 100)
     with pytest.raises(RolloutError, match="no rollout is under way"):
         rollouts.wait_decoded()
-    rollouts.revive_with(lambda: None, reasons.append)
+    rollouts.allow_restarts(lambda: None, reasons.append)
     for deadly in (False, True):
         rollouts.roll_out(PROMPTS, 24, sampling, seed=9)
         if deadly:
@@ -181,11 +181,11 @@ def test_a_manager_that_dies_is_replaced(rollouts: RolloutsClient, engine_pool: 
 
 def test_engines_forget_what_a_dead_manager_did_not_release(rollouts: RolloutsClient, engine_pool: EnginePool) -> None:
     """It dies when the client has collected, and before it has told the engines so."""
-    rollouts.revive_with(lambda: None)
+    rollouts.allow_restarts(lambda: None)
     rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=6)
     rollouts.wait_decoded()
-    rollouts._asked.clear()  # as ``collect`` leaves it
-    rollouts._take_over("its process died")
+    rollouts._under_way.clear()  # as ``collect`` leaves it
+    rollouts._restart_lost_manager("its process died")
     assert wait_until(lambda: not any(map(kept, engine_pool.handles)), "the engines to release what was collected")
 
 
@@ -193,10 +193,10 @@ def test_a_manager_that_is_out_of_reach_is_killed_when_it_is_replaced(
     rollouts: RolloutsClient, engine_pool: EnginePool
 ) -> None:
     """Ray reports an actor that it cannot reach for a moment as lost; it goes on, and asks the engines."""
-    rollouts.revive_with(lambda: None)
+    rollouts.allow_restarts(lambda: None)
     rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=4)
     out_of_reach = rollouts._manager
-    rollouts._take_over("connection reset by peer")
+    rollouts._restart_lost_manager("connection reset by peer")
     assert len(rollouts.collect()[0]) == 5
     with pytest.raises(RayActorError):
         ray.get(out_of_reach.progress.remote(), timeout=PATIENCE_S)
@@ -206,7 +206,7 @@ def test_a_manager_that_is_out_of_reach_is_killed_when_it_is_replaced(
 def test_finished_responses_are_not_sampled_again(rollouts: RolloutsClient, caplog: pytest.LogCaptureFixture) -> None:
     """Two rollouts under way, of which the first is finished; those of a checkpoint's file, for another client or the
     same. Bytes that are no such file are let pass with a warning."""
-    rollouts.revive_with(lambda: None)
+    rollouts.allow_restarts(lambda: None)
     assert rollouts.finished_responses() == b""
     rollouts.roll_out(PROMPTS, 4, SAMPLING, seed=21)
     rollouts.wait_decoded()
@@ -216,11 +216,11 @@ def test_finished_responses_are_not_sampled_again(rollouts: RolloutsClient, capl
     assert len(finished) >= 20
     before = [rollouts.collect()[0] for _ in range(2)]
     began_s = time.time()
-    rollouts.reuse(b"of another version")
-    rollouts.reuse(kept_responses, version=99)  # of which there is none
+    rollouts.restore_responses(b"of another version")
+    rollouts.restore_responses(kept_responses, version=99)  # of which there is none
     rollouts.trained()
     assert rollouts.finished_responses() == b""
-    rollouts.reuse(kept_responses, version=finished[0].versions[0].version)
+    rollouts.restore_responses(kept_responses, version=finished[0].versions[0].version)
     rollouts.roll_out(PROMPTS, 4, SAMPLING, seed=21)
     rollouts.roll_out(PROMPTS, 2, Sampling(1.0, 1.0, 100), seed=22)
     again = []
@@ -277,13 +277,13 @@ def test_responses_of_other_requests_are_not_reused(rollouts: RolloutsClient, ca
     ):
         began_s = time.time()
         caplog.clear()
-        rollouts.reuse(kept)
+        rollouts.restore_responses(kept)
         made = sampled(rollouts, asked, 41, sampling)
         assert {each.seed for each in made} == finished.keys() and all(each.started_s >= began_s for each in made)
         assert [each.problem_id for each in made[::2]] == [each.problem.id for each in asked]
         rollouts.trained()
         assert "10 of 10 responses" in caplog.text and rollouts.finished_responses() == b""
-    rollouts.reuse(saved)
+    rollouts.restore_responses(saved)
     assert all(made.finished_s == finished[made.seed] for made in sampled(rollouts, PROMPTS, 41))
 
 
@@ -291,7 +291,7 @@ def test_an_evaluation_leaves_a_checkpoint_s_responses_to_the_next_step(rollouts
     """It is made first after a resume. It takes none, though its requests are the same here; a checkpoint that is
     written meanwhile has those of the step, and none of the evaluation's. What no step asks is dropped after it."""
     saved, finished = checkpoint(rollouts, 51)
-    rollouts.reuse(saved)
+    rollouts.restore_responses(saved)
     began_s = time.time()
     ticket = rollouts.roll_out(PROMPTS, 2, SAMPLING, seed=51, urgent=True)
     rollouts.wait_decoded(ticket)
@@ -317,7 +317,7 @@ def test_a_checkpoint_s_responses_wait_for_a_step_that_is_asked_late(rollouts: R
     finished = {made.seed: made.finished_s for seed, some in asked.items() for made in sampled(rollouts, some, seed)}
     saved = rollouts.finished_responses()
     rollouts.trained()
-    rollouts.reuse(saved)
+    rollouts.restore_responses(saved)
     for seed, some in asked.items():
         assert all(made.finished_s == finished[made.seed] for made in sampled(rollouts, some, seed))
     rollouts.trained()
@@ -360,7 +360,7 @@ def test_an_engine_that_no_longer_answers_is_killed(tiny_model: TinyModel, ray_c
     finally:
         engine.kill()
     with pytest.raises(EngineError, match=r"engine 0 is lost after 0 restarts \(rollout.max_engine_restarts = 0\)"):
-        pool.restart_lost()
+        pool.restart_lost_engines()
     client.close()
     pool.close()
 
@@ -376,13 +376,13 @@ def test_an_engine_that_is_given_up_is_dead_for_the_pool_too(ray_cluster: None) 
             return None
 
     engines = [ray.remote(Lives).options(num_cpus=0).remote() for _ in range(2)]
-    assert lost_engines(engines) == {}
+    assert find_lost_engines(engines) == {}
     manager = RolloutManager(engines, 1, VerifyConfig(workers=1), frozenset({"math"}), 60.0)
-    manager._engine_failed(0, engines[0], ActorUnavailableError("connection reset", None))
-    manager._engine_failed(1, engines[1], RayTaskError("harvest", "", EngineFailed("out of memory")))
-    while not (lost := lost_engines(engines)):  # a killed process may answer once more before it ends
+    manager._call_failed(0, engines[0], ActorUnavailableError("connection reset", None))
+    manager._call_failed(1, engines[1], RayTaskError("harvest", "", EngineFailed("out of memory")))
+    while not (lost := find_lost_engines(engines)):  # a killed process may answer once more before it ends
         pass
-    assert list(lost) == [0] and list(asyncio.run(manager.engines_lost())) == [0, 1]
+    assert list(lost) == [0] and list(asyncio.run(manager.lost_engines())) == [0, 1]
     ray.kill(engines[1], no_restart=True)
 
 

@@ -62,7 +62,7 @@ class Turmoil:
         for action in actions:
             match action:
                 case Submit(engine, requests):
-                    assert engine not in self.scheduler.lost and len(self.has[engine]) + len(requests) <= 9
+                    assert engine not in self.scheduler.lost_engines and len(self.has[engine]) + len(requests) <= 9
                     for request in requests:
                         assert not any(request.seed in has for has in self.has), "two engines have one request"
                         assert not self.answered[request.seed], "a request was sent after its answer"
@@ -78,7 +78,7 @@ class Turmoil:
 
     def step(self) -> None:
         """Let one thing happen."""
-        lost = self.scheduler.lost
+        lost = self.scheduler.lost_engines
         events = [self.finish] * 6 + [self.judge] * 3 + [self.sample] * 3
         events += [self.abort, self.hand_off, self.miss, self.answer_late]
         if self.rng.random() < self.troubles:
@@ -125,7 +125,7 @@ class Turmoil:
 
     def stall(self) -> None:
         engine = int(self.rng.integers(ENGINES))
-        if engine not in self.scheduler.lost:
+        if engine not in self.scheduler.lost_engines:
             self.stalled.add(engine)
 
     def miss(self) -> None:
@@ -141,11 +141,11 @@ class Turmoil:
 
     def lose(self, engine: int) -> bool:
         """Return whether it was there."""
-        was_there = engine not in self.scheduler.lost
+        was_there = engine not in self.scheduler.lost_engines
         self.has[engine].clear()
         self.stalled.discard(engine)
         self.forget({engine})
-        self.perform(self.scheduler.lose(engine))
+        self.perform(self.scheduler.engine_lost(engine))
         return was_there
 
     def forget(self, engines: set[int]) -> None:
@@ -154,11 +154,11 @@ class Turmoil:
         self.late = [late for late in self.late if late[0] not in engines]
 
     def come_back(self) -> None:
-        lost = sorted(self.scheduler.lost)
+        lost = sorted(self.scheduler.lost_engines)
         if lost:
             back = lost[: int(self.rng.integers(1, len(lost) + 1))]
             self.forget(set(back))
-            self.perform(self.scheduler.rejoin(back))
+            self.perform(self.scheduler.engines_restarted(back))
 
     def answer_late(self) -> None:
         if self.late:
@@ -174,7 +174,7 @@ class Turmoil:
         engine = int(self.rng.integers(ENGINES))
         with_others = (each for other, has in enumerate(self.has) if other != engine for each in has.values())
         answers = [*self.made.values(), *(self.last_token(engine, each) for each in with_others)]
-        if answers and engine not in self.scheduler.lost:
+        if answers and engine not in self.scheduler.lost_engines:
             again = answers[int(self.rng.integers(len(answers)))]
             if again.seed not in self.has[engine]:
                 with pytest.raises(ValueError, match=f"engine {engine} finished a response that was not requested"):
@@ -243,8 +243,8 @@ def test_an_answer_to_what_was_not_asked() -> None:
     scheduler.judged(ticket, judge.key, Verdict(1.0, "right", "", "", 0.0))
     with pytest.raises(ValueError, match="has no completion or a verdict already"):
         scheduler.judged(ticket, judge.key, Verdict(1.0, "right", "", "", 0.0))
-    (again,) = scheduler.lose(1)
+    (again,) = scheduler.engine_lost(1)
     assert again == Submit(0, [sent[1]]) and scheduler.finished(1, [answer(sent[1], 1)]) == []
-    assert scheduler.at(ticket).given == 2
+    assert scheduler.at(ticket).sent == 2
     with pytest.raises(ValueError, match="gives two requests the same seed"):
         scheduler.begin(prompts(2), 1, SAMPLING, 1)

@@ -111,7 +111,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 def test_vllm_s_metrics_are_those_of_the_responses(drafting: EnginePool) -> None:
     """All that the Grafana dashboard asks for exists, here or on rank 0. Not proven: how it looks."""
-    assert in_engine(drafting.handles[0], lambda engine: engine.unserved()) == ""
+    assert in_engine(drafting.handles[0], lambda engine: engine.metrics_fault()) == ""
     before, sent = served(drafting), requests(Sampling(1.0, 1.0, 32), each=4, seed=70_000)
     made, after = decode(drafting.handles[0], sent), served(drafting)
     board = (Path(__file__).parents[2] / "docs" / "grafana" / "or1.json").read_text()

@@ -24,15 +24,15 @@ from or1_megatron.runtime import signals
 logging.basicConfig(level=logging.INFO)
 signals.REPEAT_S = float(sys.argv[1])
 stop = signals.StopRequested(grace_s=30)
-heeded = stop.heeded()
-heeded.__enter__()
+handling = stop.handling_signals()
+handling.__enter__()
 watcher = next(thread for thread in threading.enumerate() if thread.name == "stop-signals")
 print("ready", flush=True)
 while not stop.requested():
     time.sleep(0.01)
 print("saving", flush=True)
 sys.stdin.readline()
-heeded.__exit__(None, None, None)
+handling.__exit__(None, None, None)
 watcher.join()  # it has acted on every signal that came before
 print("saved", flush=True)
 """
@@ -42,7 +42,7 @@ STUCK = """
 import ctypes, sys
 from or1_megatron.runtime.signals import StopRequested
 libc = ctypes.CDLL(None)
-with StopRequested(grace_s=float(sys.argv[1])).heeded():
+with StopRequested(grace_s=float(sys.argv[1])).handling_signals():
     print("ready", flush=True)
     while True:
         libc.sleep(60)
@@ -127,7 +127,7 @@ import os, signal
 from or1_megatron.runtime.signals import StopRequested
 before = signal.getsignal(signal.SIGTERM)
 stop = StopRequested(grace_s=1)
-with stop.heeded():
+with stop.handling_signals():
     assert signal.getsignal(signal.SIGTERM) != before
 assert signal.getsignal(signal.SIGTERM) == before
 assert signal.set_wakeup_fd(-1) == -1

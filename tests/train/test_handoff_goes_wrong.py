@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(1800)
 def test_a_run_outlives_its_engines(
     small_config: Callable[[Path], Path], train: Callable[..., Training], tmp_path: Path
 ) -> None:
-    """Engines that take turns with the trainer die while receiving, when loaded but not certified, while decoding, and
+    """Engines that take turns with the trainer die while receiving, when loaded but not checked, while decoding, and
     before they sleep; the manager dies, too: the run goes on to its end. Not shown: the memory of a GPU. Engines beside
     the trainer die in test_in_flight_over_handoffs."""
     run, done = tmp_path / "run", tmp_path / "done"

@@ -24,7 +24,7 @@ from or1_megatron.runtime.seeds import derive_seed
 from or1_megatron.types import Int32Array
 
 QUICKSTART = ROOT / "examples" / "quickstart"
-POINTS = {"before start", "receiving", "loaded", "before certify", "serving"}
+POINTS = {"before start", "receiving", "loaded", "before resume_generation", "serving"}
 STALENESS, PROMPTS, GROUP = 2, 8, 4
 LAST = 10  # rollout steps; the first is a stage of its own
 

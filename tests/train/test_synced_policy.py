@@ -25,7 +25,7 @@ from or1_megatron.types import TokenScores
 
 TRAINER = ["restore parameters gradients optimizer"]
 HANDOFF = ["offload optimizer gradients", "check_replicas"]
-SENT = ["wake weights", "send", "offload parameters", "wake kv_cache", "certify"]
+SENT = ["wake weights", "send", "offload parameters", "wake kv_cache", "resume"]
 REPLACED = ["offload optimizer gradients parameters", "start engine", "leave_engines", "sleep"]
 AGAIN = [*REPLACED, "restore parameters"]
 
@@ -58,10 +58,10 @@ class Diary:
     def wake_up(self, tags: list[str]) -> None:
         self.note(f"wake {tags[0]}")
 
-    def certify(self, version: int) -> None:
-        self.note("certify")
+    def resume_generation(self, version: int) -> None:
+        self.note("resume")
 
-    def restart_lost(self, make_room: Callable[[], None]) -> list[int]:
+    def restart_lost_engines(self, make_room: Callable[[], None]) -> list[int]:
         if not self.lost:
             return []
         make_room()
@@ -69,8 +69,8 @@ class Diary:
         self.lost, self.handles[0] = False, "engine 0, restarted"
         return [0]
 
-    def rejoin(self, handles: list[object]) -> None:
-        self.note(f"rejoin {handles[0]}")
+    def engines_restarted(self, handles: list[object]) -> None:
+        self.note(f"restarted {handles[0]}")
 
     def do(self, *methods: str) -> list[str]:
         """Call methods of the policy; return what they called."""
@@ -83,10 +83,10 @@ class Diary:
 SHARED, APART, BESIDE = DeviceSharing(True, True), DeviceSharing(False, False), DeviceSharing(False, True)
 STEP = ["sleep", *TRAINER, *HANDOFF, *SENT]
 CASES = {
-    "nothing is shared": (APART, ["hand_off"], ["check_replicas", "send", "certify"]),
+    "nothing is shared": (APART, ["hand_off"], ["check_replicas", "send", "resume"]),
     "shared devices": (SHARED, ["take_devices", "take_devices", "hand_off"], STEP),
-    "only the trainer moves": (BESIDE, ["hand_off"], [*TRAINER, *HANDOFF, "send", "offload parameters", "certify"]),
-    "no engine is lost": (SHARED, ["revive"], []),
+    "only the trainer moves": (BESIDE, ["hand_off"], [*TRAINER, *HANDOFF, "send", "offload parameters", "resume"]),
+    "no engine is lost": (SHARED, ["restart_lost_engines"], []),
     "the optimizer waits": (SHARED, ["restart_optimizer"], []),
     "the optimizer": (
         SHARED,
@@ -112,8 +112,8 @@ def test_an_engine_lost_in_a_handoff(fails_in: str) -> None:
     diary.do("hand_off")
     diary.fails_in = fails_in
     before = SENT[: SENT.index(fails_in) + 1]
-    rejoined = "rejoin engine 0, restarted"
-    assert diary.do("hand_off") == ["sleep", *TRAINER, *HANDOFF, *before, *AGAIN, *SENT, rejoined]
+    told = "restarted engine 0, restarted"
+    assert diary.do("hand_off") == ["sleep", *TRAINER, *HANDOFF, *before, *AGAIN, *SENT, told]
     assert diary.do("take_devices", "hand_off") == STEP
 
 
@@ -123,7 +123,8 @@ def test_an_engine_lost_before_the_trainer_computes_or_in_a_rollout() -> None:
     assert diary.do("take_devices") == ["sleep", *REPLACED, *TRAINER]
     diary.do("hand_off")
     diary.lost = True
-    assert diary.do("revive") == [*REPLACED, *TRAINER, *HANDOFF, *SENT]  # its handle is the same in this test
+    # The engine's handle is the same in this test.
+    assert diary.do("restart_lost_engines") == [*REPLACED, *TRAINER, *HANDOFF, *SENT]
     assert diary.policy._version == 0
 
 

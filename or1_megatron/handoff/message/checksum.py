@@ -1,9 +1,9 @@
 """64-bit checksums of tensor slices, which also depend on the slice's name and position and on the handoff's number.
 
-A slice's 8-byte words are laid out in rows of 1,024 words. The column sums are weighted and added, and then a hash of
-the slice's identity and a multiple of the handoff's number. A single changed word always changes the checksum, since
-its weight is odd. Other changes are missed with odds of 2^-64, except that a swap of two words of one column, a
-multiple of 8 KiB apart, is always missed in complete rows.
+A slice's 8-byte words are laid out in rows of 1,024 words. The checksum is the weighted sum of the column sums, plus a
+hash of the slice's name, position and dtype, plus a multiple of the handoff's number. A single changed word always
+changes the checksum, because weights are odd. Other changes are missed with a probability of 2^-64, with one exception:
+a swap of two words of one column (a multiple of 8 KiB apart) in complete rows is always missed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PER_HANDOFF = 0x9E3779B97F4A7C15  # odd, so that no two handoffs are alike
 
 
 def word_sum(flat: Tensor) -> int | Tensor:
-    """Return the sum of a slice's 8-byte words, each times its column's odd weight, modulo 2^64. ``flat``: [n] uint8.
+    """Return the sum of a slice's 8-byte words, weighted by column, modulo 2^64. ``flat``: the slice's bytes [n] uint8.
 
     For a tensor on a GPU the result is an int64 tensor [], and the host does not wait for it.
     """
@@ -48,7 +48,7 @@ def checksum(part: Slice, flat: Tensor, handoff: int) -> int:
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Return odd int64 weights [columns]. Columns have different weights, so that swaps within a row are noticed."""
+    """Return odd int64 weights [columns]. They differ between columns, so that swaps within a row are noticed."""
     generator = torch.Generator().manual_seed(20250522)
     return (torch.randint(-(1 << 62), 1 << 62, (_COLUMNS,), generator=generator) * 2 + 1).to(device)
 
@@ -65,9 +65,9 @@ def _identity(part: Slice) -> int:
 
 
 def host_sum(content: NDArray[np.uint8]) -> int:
-    """Return the weighted sum of the bytes [n], computed by NumPy in a fifth of torch's time.
+    """Return the ``word_sum`` of the bytes [n], computed by NumPy in a fifth of torch's time.
 
-    This makes few calls of NumPy, because a call is several times slower while the caches are full of model weights.
+    There are few calls of NumPy, because a call is several times slower while the caches are full of model weights.
     """
     if end := content.size % _WORD:
         content, rest = content[:-end], content[-end:].tobytes()

@@ -25,7 +25,7 @@ class Shipment:
     round: int
     source: int
     via: int
-    """The trainer rank that sends the message to its destinations: the source, or the rank on their device."""
+    """The trainer rank that sends the message to the destinations: the source, or the rank on the engine's device."""
     destinations: Group
     slots: tuple[Slot, ...]
 
@@ -57,7 +57,7 @@ class Shipment:
 
 @dataclass(slots=True)
 class ReceivedSlice:
-    """A slice that has arrived. It is a view into its message until ``keep`` copies it."""
+    """A slice that has arrived. Its values are in the message until ``keep`` copies them."""
 
     slot: Slot
     message: Tensor
@@ -86,7 +86,7 @@ class ReceivedSlice:
         return self.flat.view(self.slice.shape)
 
     def verify(self) -> None:
-        """Raise SliceMismatch if the slice is not what was sent. Call this just before the slice is read anyway."""
+        """Raise SliceMismatch if the slice is not what was sent. Call this just before the slice is read."""
         if self.computed is None:
             self.computed = checksum(self.slice, self.slot.flat(self.message), self.handoff)
         if self.computed != self.checksum:

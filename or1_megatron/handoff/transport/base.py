@@ -1,4 +1,4 @@
-"""The interface of transports, which move messages from rank to rank (``Transport``), and its gloo implementation."""
+"""The interface of transports, which move messages from rank to rank (``Transport``), and the gloo transport."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_MESSAGE = 1 << 30  # a tag above the numbers of all messages
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A message that has arrived. ``message`` [n] uint8 may be read until ``release`` is called, once."""
+    """A message [n] uint8 that has arrived. Call ``release`` once, when the message has been read."""
 
     message: Tensor
     release: Callable[[], None]
@@ -37,7 +37,7 @@ class Transport(ABC):
     """
 
     def __init__(self, timeout_s: float, abort: Callable[[], None]) -> None:
-        """``abort``: makes all waits fail that are under way when ``close`` is called."""
+        """``abort``: a function that makes all waits under way fail; ``close`` calls it."""
         self._threads = WaitingThreads(timeout_s, abort)
 
     @abstractmethod
@@ -109,7 +109,7 @@ class WaitingThreads:
     """
 
     def __init__(self, timeout_s: float, abort: Callable[[], None]) -> None:
-        """``abort``: makes all works fail that are under way."""
+        """``abort``: a function that makes all works under way fail."""
         self._timeout, self._abort = timedelta(seconds=timeout_s), abort
         atexit.register(self.close)  # a thread inside a wait of torch's aborts the process when Python ends
         self._starting = Lock()  # works are started by these threads too; a start may hang, so close takes no lock
@@ -117,7 +117,7 @@ class WaitingThreads:
         self._closed = False
 
     def follow[T](self, start: Callable[[], Work], then: Callable[[], T]) -> Future[T]:
-        """Start a work, and return a future of what ``then`` returns once the work is done."""
+        """Start a work. When the work is done, call ``then``; the future returned gets the result of ``then``."""
         done: Future[T] = Future()
 
         def wait(work: Work) -> None:
@@ -159,13 +159,13 @@ class WaitingThreads:
 
 
 def nothing() -> None:
-    """Do nothing. For a work that needs no action when it is done."""
+    """Do nothing: the ``then`` of a work that needs no action when it is done."""
 
 
 def abort(group: ProcessGroupGloo) -> None:
-    """Break all connections of a group, so that every wait on them ends, also on the other ranks.
+    """Break all connections of a group, so that every wait on the connections ends, also on other ranks.
 
-    gloo has no call for this, but breaks its connections when a wait times out.
+    gloo has no call for this. But it breaks the connections when a wait times out, so this lets a wait time out.
     """
     nothing = torch.empty(1, dtype=torch.uint8)
     with contextlib.suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""Chooses the transport of handoffs by the ranks' locations, or checks the transport that the configuration names."""
+"""Chooses the transport of handoffs (gloo, NCCL, ...) by the ranks' locations, or checks the configured one."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def round_bytes(transport: str, bucket_bytes: int) -> int:
 
 
 def neighbours_of(transport: str, trainers: Sequence[Location], engines: Sequence[Location]) -> list[int] | None:
-    """Return, for each engine rank, the trainer rank on its device, which passes messages on to it (two hops).
+    """Return, for each engine rank, the trainer rank on the same device, which passes messages on to the engine rank.
 
-    On CPU the trainer ranks of the engine rank's node are used in turn. None: the transport has only one hop.
+    On CPU the trainer ranks of the engine rank's node are used in turn. Returns None if the transport has one hop.
 
     Raises:
         HandoffError: the transport cannot connect the ranks where they run.

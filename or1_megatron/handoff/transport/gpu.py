@@ -1,9 +1,9 @@
 """The transports between GPUs: NCCL point to point, which has not been run so far, and CUDA IPC.
 
-What to look at first when NCCL runs (``or1 selftest transports handoff``):
+What to look at first when NCCL is tried (``or1 selftest transports handoff``):
 
 - Each pair of ranks gets its own communicator at its first message, which takes some tens of MiB of device memory. Both
-  directions share the communicator's stream. Its setup blocks until both ranks make it.
+  directions share the communicator's stream. Making a communicator blocks until both ranks do it.
 - NCCL's kernels wait on the device (in a single queue, with CUDA_DEVICE_MAX_CONNECTIONS=1), so a trainer rank starts
   all its messages in the plan's order. A separate thread starts them; if it hangs, the rank still sees errors.
 - A new thread uses device 0, whatever other threads use. So devices are named here, never "the current one".
@@ -146,15 +146,15 @@ class CudaSharedMemory:
         torch.cuda.current_stream(self._device).synchronize()
 
     def free(self) -> None:
-        """Reclaim sent blocks that no process maps. A mapping ends with its tensor."""
+        """Reclaim sent blocks that no process maps any longer. A mapping ends when its tensor is deleted."""
         torch.cuda.ipc_collect()
 
 
 def described_for(description: tuple[Any, tuple[Any, ...]], device: int) -> tuple[Any, tuple[Any, ...]]:
     """Return what ``reduce_tensor`` returned, changed for a process that numbers its own GPU as ``device``.
 
-    In a process that sees other GPUs, the sender's device number means another GPU or none. Memory of another GPU is
-    also opened on the process's own device, where the driver maps it.
+    The sender's device number may name another GPU, or none, in a process that sees other GPUs. Memory of another GPU
+    is also opened on the process's own device, where the driver maps the memory.
     """
     rebuild, arguments = description
     return rebuild, (*arguments[:_DEVICE_ARGUMENT], device, *arguments[_DEVICE_ARGUMENT + 1 :])

@@ -1,4 +1,4 @@
-"""The transport over shared memory: the receiver maps the memory in which the sender has packed a message.
+"""The transport over shared memory: the receiver maps the memory into which the sender has packed a message.
 
 The sender's notice (which memory, how many bytes) and the receiver's acknowledgement go over gloo; the weights are not
 sent. The memory is host memory (``HostSharedMemory``), or device memory over CUDA IPC (``gpu.CudaSharedMemory``).
@@ -41,7 +41,7 @@ class HostSharedMemory:
         return buffer
 
     def describe(self, buffer: Tensor) -> Any:
-        """Return a picklable description for ``map`` in another process, which then sees writes to ``buffer``."""
+        """Return a picklable description, with which another process's ``map`` returns the same memory."""
         return os.getpid(), self._descriptors[buffer.data_ptr()]
 
     def map(self, description: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Connects trainer and engine ranks for handoffs: a store for published values and failures, and a gloo group.
 
-Store and group are independent of the trainer's default group (Megatron's) and vLLM's groups: the group is built from a
-separate store and registered nowhere.
+Both are independent of the groups of Megatron and vLLM: the group is built from a separate store, and it is not
+registered with ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLAME_S = 3.0  # after a broken connection: how long to look for the cause
 
 
 def open_store(address: str, timeout_s: float) -> TCPStore:
-    """Open a store on a free port of this host, which ``address`` must name."""
+    """Open a store on a free port of this host. ``address`` must be an address of this host."""
     return TCPStore(address, 0, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
@@ -51,7 +51,7 @@ def open_group(store: TCPStore, rank: int, world_size: int, timeout_s: float) ->
 
 
 def compare_clocks(group: Any, world_size: int) -> dict[str, int]:
-    """Return by how many ns this rank's clock is ahead of rank 0's, and within how many ns this is known.
+    """Return ``ahead_ns``, by which this rank's clock is ahead of rank 0's, and the measurement's range ``within_ns``.
 
     All ranks read their clocks whenever a barrier ends.
     """

@@ -1,12 +1,12 @@
 """Copies received slices straight into an engine's parameters, without running vLLM's weight loaders again.
 
 The trace of the loaders (``vllm.loader_trace``) shows that most loaders only copy rectangles of tensors to rectangles
-of parameters. A layer is filled by direct copies if they write each element of its parameters exactly once. All other
-layers are loaded by their loaders.
+of parameters. A layer is filled by direct copies if the copies write each element of the layer's parameters exactly
+once. All other layers are loaded by their loaders.
 
-A layer that computes with its parameters in the form that is loaded (norms, embeddings) is filled in place. Any other
-layer is filled outside the model. vLLM then processes the layer (on CPU, for instance, packs it for oneDNN) and copies
-the result to the tensors that the layer computes with.
+Some layers compute with their parameters in the form in which they are loaded (norms, embeddings). They are filled in
+place. Any other layer is filled outside the model. vLLM then processes the layer (on CPU, for instance, vLLM packs the
+weights for oneDNN) and copies the result to the tensors that the layer computes with.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KEEPS = "UnquantizedEmbeddingMethod"  # this method at most packs a copy of the
 
 
 def copied_directly(model: torch.nn.Module, trace: LoaderTrace) -> frozenset[str]:
-    """Return the names of the tensors that need no loader: for each layer, all of its tensors or none."""
+    """Return the names of the tensors that need no loader. For each layer, either all or none are returned."""
     inside: dict[str, set[str]] = defaultdict(set)  # layer to tensors
     around: dict[str, set[str]] = defaultdict(set)  # tensor to layers
     filled: dict[str, dict[str, list[ParameterView]]] = defaultdict(lambda: defaultdict(list))  # by layer, parameter
@@ -74,7 +74,7 @@ def _plain(layer: Any) -> bool:
 
 
 def _is_filled(path: str, trace: LoaderTrace, filled: Mapping[str, Sequence[ParameterView]]) -> bool:
-    """Return whether traced copies alone write all elements for which vLLM waits in this layer, each element once."""
+    """Return whether traced copies write every element of the layer that vLLM waits for, each exactly once."""
     total = 0
     for parameter, views in filled.items():
         written = [source_box_of(target.shape, target.view) for target in views]
@@ -90,7 +90,7 @@ def _disjoint(boxes: Iterable[Box]) -> bool:
 
 
 class DirectCopy:
-    """Copies the slices of one engine rank into its parameters during vLLM's layerwise reload, in every handoff."""
+    """Copies received slices into one engine rank's parameters, during vLLM's layerwise reload in each handoff."""
 
     def __init__(self, model: torch.nn.Module, trace: LoaderTrace, slices: Iterable[Slice]) -> None:
         """``slices``: all slices that this engine rank receives in a handoff."""
@@ -112,7 +112,7 @@ class DirectCopy:
         self._scratch.clear()
 
     def copy(self, received: ReceivedSlice) -> None:
-        """Verify a slice and copy it into its parameters."""
+        """Verify a slice, and copy it into the parameters that its loader would fill."""
         received.verify()
         values = received.flat
         with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are a subclass
@@ -130,7 +130,6 @@ class DirectCopy:
                     self._close(target.module)
 
     def _open(self, path: str) -> None:
-        """Prepare the parameters of the layer ``path`` for its slices."""
         layer = self._modules[path]
         info = get_layerwise_info(layer)
         if _keeps_parameters(layer):
@@ -146,7 +145,7 @@ class DirectCopy:
             weight.data = buffer[:size].view(weight.dtype).view(weight.shape)
 
     def _close(self, path: str) -> None:
-        """Make the layer ``path``, all of whose slices are copied, compute with them."""
+        """Make the layer ``path`` compute with its new parameters, after all of its slices are copied."""
         layer = self._modules[path]
         info = get_layerwise_info(layer)
         if path not in self._in_place:
@@ -168,7 +167,7 @@ class DirectCopy:
 
 
 def _keeps_parameters(layer: torch.nn.Module) -> bool:
-    """Return whether a layer in reload computes with tensors of the shape and dtype that its loaders fill."""
+    """Return whether a layer in reload computes with tensors of the shape and dtype that are loaded."""
     method, kernel = getattr(layer, "quant_method", None), get_layerwise_info(layer).kernel_tensors
     if kernel is None or kernel[1] or (method is not None and type(method).__name__ != _KEEPS):
         return False
@@ -181,7 +180,7 @@ def _keeps_parameters(layer: torch.nn.Module) -> bool:
 
 
 def _only_packed(layer: torch.nn.Module) -> bool:
-    """Return whether vLLM (on CPU) keeps only a oneDNN copy of the weight of a layer in reload."""
+    """Return whether vLLM keeps only a oneDNN copy of a layer's weight (on CPU). The layer's reload has begun."""
     kernel = get_layerwise_info(layer).kernel_tensors
     held = None if kernel is None else kernel[0].get("weight")
     on_cpu = current_platform.is_cpu() and not current_platform.is_zen_cpu()  # Zen may keep the loaded tensor

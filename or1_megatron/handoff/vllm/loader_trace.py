@@ -66,30 +66,30 @@ class ParameterView:
         return replace(self, view=view)
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Return a view of ``parameter``: this part."""
+        """Return this part of ``parameter``, as a view."""
         offset, size, stride = self.view
         return parameter.as_strided(size, stride, parameter.storage_offset() + offset)
 
 
 @dataclass
 class LoaderTrace:
-    """The parts of tensors that the loaders of one engine rank copy, and the parameters that they copy them to."""
+    """The parts of tensors that the loaders of one engine rank copy, and the parameters that receive the copies."""
 
     tensors: dict[str, Slice]
     """All tensors of the model, whole, by name."""
     offered: dict[str, Slice] = field(default_factory=dict)
-    """What loaders get: the tensors, except that an entry of an expert replaces its parts (names: ``parts``)."""
+    """What loaders get: all tensors, except that an expert's entry replaces the tensors that are its ``parts``."""
     parts: dict[str, list[str]] = field(default_factory=dict)
     sources: dict[str, dict[View, SourceBox]] = field(default_factory=dict)
-    """By tensor, the parts that its loaders copy. Tensors that no loader copies (another rank's experts) are absent."""
+    """By tensor and view, the rectangles that loaders copy. Tensors that no loader copies are absent."""
     whole: dict[str, str] = field(default_factory=dict)
-    """Tensors of which the rank must receive the whole, each with the reason."""
+    """Tensors that the rank must receive whole, each with the reason."""
     destinations: dict[tuple[str, View], list[ParameterView]] = field(default_factory=dict)
     """By tensor and view, the parts of parameters to which the view is copied."""
     copied_elsewhere: set[str] = field(default_factory=set)
     """Tensors that are also copied to a tensor that is no parameter."""
     written_otherwise: set[tuple[str, str]] = field(default_factory=set)
-    """(module, parameter) of parameters that are also written by other operations than copies, such as padding."""
+    """(module, parameter) of each parameter that other operations than copies, such as padding, also write."""
     elements: dict[str, int] = field(default_factory=dict)
     """By module, the number of elements for which vLLM's layerwise reload waits."""
 
@@ -173,7 +173,7 @@ class _Placeholders(TorchDispatchMode):
         raise NotImplementedError
 
     def by_part(self, destination: Tensor, name: str, source: Tensor) -> Iterator[tuple[Tensor, str, View]]:
-        """Split a copy by parts: yield (destination, name, view) of each, or of the copy if ``name`` has no parts."""
+        """Yield (destination, name, view) for each part of a copied entry, or once for a tensor without parts."""
         if (names := self.trace.parts.get(name)) is None:
             yield destination, name, view_of(source)
             return
@@ -190,7 +190,7 @@ class _Placeholders(TorchDispatchMode):
         raise NotImplementedError
 
     def called(self, func: Any, args: Sequence[Any]) -> None:
-        """Take note of an operation, unless it is a copy from a placeholder."""
+        """Take note of an operation other than a copy from a placeholder."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and (name := self._name(args[1])) is not None:

@@ -1,6 +1,6 @@
 """Checks, inside vLLM's workers, that an engine rank's parameters hold the slices that were received for them.
 
-The sender gets the result, and ``synced_policy`` ends the run if it is bad, unless an engine was lost.
+If a parameter is wrong, the sender gets the error, and ``synced_policy`` ends the run, unless an engine was lost.
 
 Parameters are read in place after loading. The check names each tensor that a loader put into the wrong place or did
 not replace. The place of each slice is known from the trace before the first handoff (``loader_trace.trace_loaders``).
@@ -57,7 +57,7 @@ class ParameterCheck:
         self._expected.append((part, received.checksum))
 
     def check(self, handoff: int) -> None:
-        """Compare all parameters that can be read in place with the expected checksums.
+        """Compare the checksums of all parameters that can be read in place with the expected ones.
 
         Raises:
             HandoffMismatch: a parameter differs from the received slice. The message names tensor and parameter.

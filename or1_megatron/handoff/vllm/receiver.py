@@ -1,6 +1,6 @@
 """Receives the weights of a handoff in a vLLM worker, as a weight-transfer engine that vLLM calls.
 
-``rollout.engine`` triggers each handoff; it pauses requests before, and drops the prefix cache afterwards.
+``rollout.engine`` starts each handoff. Before, it pauses the requests; afterwards, it drops the prefix cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Begins vLLM's layerwise weight reload, and completes or breaks off this reload."""
+"""Begins vLLM's layerwise weight reload, and completes or cancels it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
     """Complete a layerwise reload, also of tied layers.
 
     A layer that shares another layer's weight (a tied output layer) is not loaded itself, so vLLM does not process it
-    again. On CPU such a layer computes with a oneDNN copy, made when the model was built, which this function renews.
+    again. On CPU such a layer computes with a oneDNN copy of the first weight, which this function renews.
     """
     finalize_layerwise_reload(model, model_config)
     seen: set[int] = set()
@@ -42,7 +42,7 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
 
 
 def put_back(model: torch.nn.Module, model_config: Any) -> None:
-    """Break off a layerwise reload. Layers that are not yet loaded get their tensors back."""
+    """Cancel a layerwise reload. Layers that are not yet loaded get their tensors back."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():

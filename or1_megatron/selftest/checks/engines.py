@@ -102,7 +102,7 @@ class EngineRank:
         if self.engines is None:
             return 0.0
         result = self.probe.judge(self.engines.score_prompts(self.probe.token_ids), expected)
-        self.engines.certify(self.version)
+        self.engines.resume_generation(self.version)
         return result.largest
 
     def sender(self, transport: str) -> Any:

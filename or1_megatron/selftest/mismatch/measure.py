@@ -121,7 +121,7 @@ class Comparison:
         """Fill the engine's prefix cache, then hand off the policy's weights. The handoff must drop the cache."""
         self.control.score_prompts([self.long])
         self.sender.send(self.version)
-        self.control.certify(self.version)
+        self.control.resume_generation(self.version)
 
     def sample(self, together: bool) -> list[Scored]:
         """Sample a response to each prompt with the engine: all ``together`` in one batch, or one after another."""

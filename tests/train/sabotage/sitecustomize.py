@@ -153,7 +153,7 @@ def kill_manager(scheduler: Any) -> None:
     wrap(scheduler.Scheduler, "end", before=nth(2, lambda: die("collecting")))
 
 
-POINTS = ("before start", "receiving", "loaded", "before certify", "serving")
+POINTS = ("before start", "receiving", "loaded", "before resume_generation", "serving")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 flying: list[int] = []
 """Seeds of the requests that this engine had when its last handoff began."""
@@ -190,10 +190,10 @@ def strike_in_handoffs(engine: Any) -> None:
         flying[:] = [each.request.seed for each in self._pending.values()]
         strike("before start")
 
-    def certify(self: Any, version: int) -> None:
+    def resume_generation(self: Any, version: int) -> None:
         nonlocal steps
         steps = 0
-        strike("before certify")
+        strike("before resume_generation")
 
     def step(self: Any) -> Any:
         nonlocal steps
@@ -209,7 +209,7 @@ def strike_in_handoffs(engine: Any) -> None:
 
     wrap(Engine, "start_weight_update", before=start)
     wrap(Engine, "finish_weight_update", after=lambda self, version: strike("loaded"))
-    wrap(Engine, "certify", before=certify)
+    wrap(Engine, "resume_generation", before=resume_generation)
     Engine.step = step
 
 
@@ -220,13 +220,13 @@ def keep_in_flight(loop: Any) -> None:
         from or1_megatron.runtime.seeds import derive_seed
 
         stage, packed = self.schedule.at(self.steps_done), self.ports.rollouts.finished_responses()
-        roll_out = derive_seed(self.config.seed, "rollout", self.steps_done + self.supply.asked - 1)
+        roll_out = derive_seed(self.config.seed, "rollout", self.steps_done + self.supply.requested_steps - 1)
         places = [(p, s) for p in range(stage.prompts_per_step) for s in range(stage.group_size)]
         seeds = {request_seed(roll_out, *place) for place in places}
         return bool(packed) and any(response.seed in seeds for response in unpack(packed))
 
     def wait_for_requests(self: Any) -> None:
-        if self.supply.asked:
+        if self.supply.requested_steps:
             while not begun(self) and not self.ports.stop():
                 time.sleep(0.05)
             in_folder("armed").touch()

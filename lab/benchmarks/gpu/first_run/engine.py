@@ -76,7 +76,7 @@ for version in (1, 2, 3):
     sent = sender.send(version)
     print(f"=> handoff {version}, checksums equal: {sent / 1e9:.3f} GB in {time.perf_counter() - began_s:.3f} s")
 engines.wake_up(["kv_cache"])
-engines.certify(3)
+engines.resume_generation(3)
 before, after = ([response.tolist() for _, response, _ in each] for each in (drawn, draw(pool.handles[0])))
 print(f"=> after sleep and handoff {sum(map(list.__eq__, before, after))} of {len(before)} responses are equal")
 sender.close()
