@@ -97,11 +97,11 @@ def share_gloo_thread() -> None:
 
     class SharedThreadGloo(ProcessGroupGloo):
         def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
-            options = ProcessGroupGloo._Options()
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices, options._threads, options._timeout = [device], 2, timeout
             super().__init__(store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = SharedThreadGloo
+    distributed_c10d.ProcessGroupGloo = SharedThreadGloo  # type: ignore[misc]
 
 
 def free_ports(count: int) -> list[int]:
