@@ -89,7 +89,7 @@ def matches(key: str, patterns: Sequence[str]) -> bool:
 
 
 def _changed(old: Config, new: Config, allowed: Sequence[str], forbidden: Sequence[str]) -> list[str]:
-    """Return a line ``KEY: was X, now Y`` for each key that differs, unless it is allowed and not forbidden."""
+    """Return a line ``KEY: was X, now Y`` for each key that differs and is forbidden, or is not allowed."""
     before, after = leaves(old.model_dump(mode="json")), leaves(new.model_dump(mode="json"))
     return [
         f"  {key}: was {before.get(key, _ABSENT)}, now {after.get(key, _ABSENT)}"

@@ -398,7 +398,7 @@ class Config(Section):
 
     @property
     def loads_reference(self) -> bool:
-        """Whether the KL reference needs weights of its own. With LoRA, the run's start is the policy's own weights."""
+        """Whether the KL reference needs separate weights. With LoRA, the run's start is the bare policy."""
         reference = self.algorithm.kl.reference
         own_start = reference is not None and reference.resolve() == self.model.hf.resolve()
         return reference is not None and not (own_start and self.model.lora is not None)

@@ -50,7 +50,7 @@ class ToHF:
 
     Args:
         hf_folder: HF folder from which config, tokenizer and so on are copied.
-        record: what ``to_megatron`` recorded of the original files; None for any other checkpoint.
+        record: what ``to_megatron`` recorded of the original files; None if it did not make the checkpoint.
     """
 
     def __init__(

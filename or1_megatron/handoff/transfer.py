@@ -36,7 +36,7 @@ class _Outgoing:
 
 
 class Transfer:
-    """One rank's connection to the other ranks, which all handoffs use."""
+    """One rank's connection to the other ranks. All handoffs use it."""
 
     def __init__(self, plan: HandoffPlan, rank: int, links: Links, status: StatusStore) -> None:
         self.plan, self.rank, self.links, self.status = plan.of(rank), rank, links, status

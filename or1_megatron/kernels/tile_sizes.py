@@ -49,7 +49,7 @@ class AllocationPlan:
     blocks: int
     """Number of blocks of logits in memory at once: one in recompute, all of this rank's vocabulary in one_pass."""
     scratch_numbers: int
-    """Number of fp32 numbers of scratch for the torch epilogue; the Triton epilogue needs none."""
+    """Size of the torch epilogue's scratch memory, in fp32 numbers; 0 for the Triton epilogue, which needs none."""
     cast_numbers: int
     """Number of fp32 numbers for cast copies of a hidden tile and a weight block; 0 unless a CPU must cast them."""
     vector_bytes: int

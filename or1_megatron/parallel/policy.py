@@ -49,7 +49,7 @@ class MegatronPolicy:
         self.parts = mesh.of_every_rank(self._part(parallel))
         """The part of a batch's routed experts that each rank uses, by rank; each is None for a dense model."""
         self.whole_batch: Batch | None = None
-        """On rank 0, the batch whose routed experts the next verb brings to all ranks."""
+        """On rank 0, the batch whose routed experts the next call (``score``, ``update``) sends to the ranks."""
         self.adapters = network.adapters
         self.trained = network.weights if network.adapters is None else network.adapters.weights
         """What is trained, saved and loaded: all weights, or the adapters alone."""

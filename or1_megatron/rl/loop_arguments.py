@@ -110,6 +110,6 @@ class LoopResult:
     wall_s: float
     other_s: float
     seconds: Mapping[str, float]
-    """Wall time per verb of the loop."""
+    """Wall time of each verb (method of the loop, such as ``update``), by name."""
     skipped_updates: int
     """SGD steps skipped because loss or gradient was not finite."""

@@ -139,7 +139,7 @@ def rollout_metrics(groups: Sequence[Group], report: RolloutReport) -> dict[str,
 
 
 def handoff_metrics(report: HandoffReport | None) -> dict[str, float]:
-    """Return the handoff's metrics, without the probe's if no probe was due. Without a handoff, return {}."""
+    """Return the handoff's metrics, and the probe's metrics if a probe was due. Without a handoff, return {}."""
     if report is None:
         return {}
     return _measured(

@@ -7,7 +7,8 @@ import math
 from or1_megatron.types import Group, RefillRule
 
 _CAUTION = 0.25
-"""The expected share of rejections counts as much as the share measured over ``_CAUTION`` * (wanted groups) groups."""
+"""The expected share of rejections is averaged with the measured share, as if ``_CAUTION`` * n groups had shown it,
+where n is the number of groups wanted."""
 
 
 class SamplingBudget:
@@ -35,7 +36,7 @@ class SamplingBudget:
 
     @property
     def allowed(self) -> int:
-        """Return how many prompts, counted from the first, may have their requests sent."""
+        """Return n: requests for the first n prompts may be sent to the engines now."""
         if self._refill is None:
             return self._prompts
         wanted, judged, kept = self._refill.kept, len(self._kept), sum(self._kept.values())

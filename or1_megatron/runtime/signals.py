@@ -29,7 +29,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LAUNCHER_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Each of these signals asks a launcher to let the ranks save and end. The launcher sends SIGUSR1 to the ranks."""
 REPEAT_S = 2.0
-"""A signal that comes sooner than this after the first is ignored. A rank may get the same stop twice: a scheduler
+"""For this long after the first stop signal, others are ignored. A rank may get the same stop twice: a scheduler
 signals every process of a job, and the launcher forwards its own signal to the ranks."""
 
 LAUNCH_MARK = "OR1_LAUNCH"

@@ -159,7 +159,7 @@ class Watchdog:
         return f"for {since_s:.0f} s: stopped (state T)" if since_s >= self._heartbeat_s else ""
 
     def _silent(self, process: Process, beat: Beat | None, now: float) -> str:
-        """Return why the process must be killed for a heartbeat that stands still; empty: it need not be killed."""
+        """Return the reason to kill the process if its heartbeat has not changed for too long; "" without a reason."""
         if beat is None:
             return ""
         signs = {"alive": beat.alive}

@@ -83,8 +83,9 @@ class HeadBlocks(Layout):
     """
 
     sections: tuple[str, ...]
-    """For each HF tensor, a letter per section. A key head has in section k the rows of its key (or query), in v the
-    rows of its values (or gates), in n a row per value head. Capitals: HF, too, stores the section head by head."""
+    """One string per HF tensor. A letter says which rows a key head has: k those of its key (or query), v those of its
+    values (or gates), n one row per value head. A tensor with small letters stores one letter's rows of all heads, then
+    the next letter's. A tensor with capitals stores all rows of a head together, so its string is one section."""
 
     def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
         heads = hf["linear_num_key_heads"]

@@ -98,7 +98,7 @@ class DifficultyConfig(SampledStepConfig, VerifiedStepConfig):
 
 
 class JudgesConfig(SampledStepConfig):
-    """Quality votes. In the paper two 70B-class judges vote 16 times each, on math only; 9 of 32 votes suffice."""
+    """Quality votes. In the paper, two 70B-class judges vote 16 times each, on math problems only."""
 
     votes: Positive = 16
     """Number of votes of each model per problem."""

@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 def begin_reload(model: torch.nn.Module) -> None:
     """Begin a layerwise reload.
 
-    On CPU vLLM 0.32 packs experts' weights only when it makes the experts' kernel; with an old kernel, new weights
+    On CPU, vLLM 0.32 packs the experts' weights only when it makes the experts' kernel. With an old kernel, new weights
     would stay unpacked. So this function drops the kernels, and vLLM makes new ones.
     """
     for layer in model.modules() if current_platform.is_cpu() else ():

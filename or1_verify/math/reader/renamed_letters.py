@@ -65,9 +65,10 @@ def _symbols(cleaned: str) -> set[str]:
 
 
 def _integers(one: str, other: str) -> tuple[str, str] | None:
-    """Return (the integer that only ``one`` declares, the only letter of k, l, m, n in ``other``), or None.
+    """Return the letters (in ``one``, in ``other``) that stand for the same integer, or None.
 
-    In solutions of a trigonometric equation, ``x = k\\pi``, ``one`` need not declare its integer.
+    ``one`` declares its letter (``k \\in Z``); ``other`` declares none, and has just one of k, l, m, n. The k of
+    ``x = k\\pi``, a solution of a trigonometric equation, counts as declared. Neither text has the other's letter.
     """
     names = set(re.findall(_INTEGER, one))
     if re.search(_INTEGER, other):

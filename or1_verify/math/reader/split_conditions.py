@@ -96,7 +96,10 @@ def _is_member(items: Sequence[Token]) -> bool:
 
 
 def _members(items: list[Token]) -> tuple[list[Token], list[list[Token]]]:
-    """Return (the answer, its parts like ``k \\in Z``). ``x \\in R`` is such a part only if another part has x."""
+    """Return (the rest of the answer, its conditions like ``k \\in Z``). If all parts are conditions, none is split off.
+
+    ``x \\in R`` counts as a condition only if another part has x.
+    """
     parts, separators = split(items, lambda token: token.text == "," or (token.kind == "word" and token.text == "and"))
     members = [part for part in parts if _is_member(part) and (not _is_real(part) or _is_used(part, parts))]
     if not members or len(members) == len(parts):
