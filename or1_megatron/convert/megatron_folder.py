@@ -1,4 +1,4 @@
-"""Reads a Megatron ``torch_dist`` checkpoint, ours or Megatron-LM's, by mmap, without the vocabulary's padding.
+"""Reads a Megatron ``torch_dist`` checkpoint, ours or Megatron-LM's, by mmap; accepts a padded vocabulary.
 
 Each chunk of a tensor is stored in torch.save's format. torch loads a chunk as a fake tensor, which tells where the
 chunk's bytes lie in the file."""

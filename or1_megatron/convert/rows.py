@@ -1,4 +1,4 @@
-"""Maps rows of HF tensors to rows of Megatron tensors for conversion, and gives the tensors' names in checkpoints.
+"""Maps HF rows (so no padding of the vocabulary) to Megatron rows for conversion, and names tensors in checkpoints.
 
 A checkpoint stacks the tensors that all layers have: ``decoder.layers.7.mlp.linear_fc2.weight`` is entry 7 of
 ``decoder.layers.mlp.linear_fc2.weight`` [L, H, F], and an expert's weight is an entry of [L, E, ...]. If layers differ

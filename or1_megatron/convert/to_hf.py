@@ -2,7 +2,7 @@
 
 From a checkpoint of ``to_megatron`` the original files are made again, byte for byte. For other checkpoints, config and
 tokenizer come from an HF folder. A run's configuration names this folder; for Megatron-LM the user names the folder.
-Padding rows of the vocabulary are not read (``megatron_folder``).
+Padding rows of the vocabulary are not read (``rows``).
 """
 
 from __future__ import annotations

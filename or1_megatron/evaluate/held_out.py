@@ -1,4 +1,4 @@
-"""The evaluation during training: avg@k on held-out problems, with the run's engines and verifiers."""
+"""The evaluation during training, on held-out problems with the run's engines; its avg@k is a plain mean."""
 
 from __future__ import annotations
 

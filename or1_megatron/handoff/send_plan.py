@@ -72,8 +72,9 @@ def make_plan(
     Args:
         holdings: the rectangles that all trainer ranks hold, in the order of the model.
         wants: the slices that each engine rank wants.
-        bucket_bytes: the bytes that a group receives in one round from all senders. A round is larger only where a row
-            of a tensor, which is never cut, is larger than a trainer rank's equal share of these bytes.
+        bucket_bytes: the bytes that a group receives in one round from all senders (``transport.choice.round_bytes``).
+            A round is larger only where a row of a tensor, which is never cut, is larger than a trainer rank's equal
+            share of these bytes.
         neighbours: entry i is the trainer rank on the device of engine rank i. None: there is only one hop.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The trainer's side of a weight handoff, without vllm: every trainer rank sends slices that it holds.
+"""The trainer's side of a weight handoff: ranks send their slices; rank 0 compares the checksums received and sent.
 
     rank 0                        other trainer ranks             engine ranks (vllm/receiver.py)
     host the status store ──────▶ join it            ──────────▶ join it

@@ -1,4 +1,4 @@
-"""AdamW in Megatron's optimizers, with or without Transformer Engine; gradient clipping; learning rates."""
+"""AdamW in Megatron's optimizers; clips gradients; skips steps whose loss or gradient is not finite; learning rates."""
 
 from __future__ import annotations
 

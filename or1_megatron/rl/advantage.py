@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from or1_megatron.config.schema import AdvantageConfig
+from or1_megatron.config.algorithm import AdvantageConfig
 from or1_megatron.types import AdvantagedGroup, Float32Array, Group
 
 

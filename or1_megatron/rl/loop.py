@@ -41,7 +41,7 @@ from or1_megatron.rl.metrics import (
 from or1_megatron.rl.objectives.registry import make_objective
 from or1_megatron.rl.old_log_probs import Scored, check_mismatch, first_scores, score
 from or1_megatron.rl.penalties import reward_penalties
-from or1_megatron.rl.safety import UpdateGuard
+from or1_megatron.rl.skipped_steps import UpdateGuard
 from or1_megatron.rl.stages import PassRateLedger, StageSchedule
 from or1_megatron.rl.supply import Supply
 from or1_megatron.rl.verb_decorators import deferred_verb, stopping_verb, verb

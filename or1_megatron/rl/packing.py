@@ -1,4 +1,4 @@
-"""Sequence packing: plans which sequence goes to which packed row of which data-parallel rank, from lengths alone.
+"""Sequence packing under a token budget: plans, from lengths alone, each sequence's packed row and data-parallel rank.
 
 ``rl.batch`` fills the rows. All rows of a step have one length T, because pipeline shapes are static, and every rank
 computes R rows. The extent L of a sequence is its length rounded up for context parallelism. A rank's work is

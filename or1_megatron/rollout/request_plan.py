@@ -1,4 +1,4 @@
-"""Plans a rollout: its requests, their seeds and engines, and its groups.
+"""Plans a rollout's requests, seeds and groups, and chooses the engine of each waiting request (load balancing).
 
 This module needs no engine and no Ray.
 

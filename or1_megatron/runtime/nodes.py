@@ -1,4 +1,4 @@
-"""Coordinates the launchers of a multi-node run, which start the ranks of all nodes together and end them together.
+"""Coordinates the launchers of a multi-node run: they start and end all ranks together, at a port that node 0 chooses.
 
 Each node runs ``or1 train``. Node 0's launcher hosts a small store (torch's TCPStore) at MASTER_ADDR:MASTER_PORT. This
 launcher decides whether there is another attempt (a start of all ranks), and the other launchers follow. An attempt

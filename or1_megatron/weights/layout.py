@@ -1,4 +1,4 @@
-"""Fuses HF tensors into one whole Megatron tensor, and splits this tensor again (QKV, gate/up, delta net).
+"""Fuses HF tensors to a Megatron tensor, and splits it again (QKV, gate/up, delta net, the vocabulary's padding).
 
 Shapes: H hidden, D head dimension, N query heads, G key/value heads (query groups), F intermediate size, V vocabulary,
 ``...`` a trailing H for weights and nothing for biases.

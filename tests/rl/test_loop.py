@@ -38,7 +38,7 @@ from or1_megatron.rl.metrics import TrainerGpus
 from or1_megatron.rl.objectives.clipped import ClippedPolicyLoss
 from or1_megatron.rl.old_log_probs import MismatchTooLarge
 from or1_megatron.rl.packing import BatchLayout
-from or1_megatron.rl.safety import TooManySkipped
+from or1_megatron.rl.skipped_steps import TooManySkipped
 from or1_megatron.runtime.timers import StepTimer
 from or1_megatron.schemas.metrics import ANY_SET, METRICS, VERBS
 from or1_verify.types import Verdict

@@ -1,4 +1,4 @@
-"""Packs and unpacks a message of a weight handoff: tensor slices, followed by one checksum per slice."""
+"""Packs and unpacks a message of a weight handoff: tensor slices, then one checksum per slice, checked on arrival."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses the transport of handoffs (gloo, NCCL, ...) by the ranks' locations, or checks the configured one."""
+"""Chooses the transport of handoffs by the ranks' locations, or checks the configured one; limits a round's bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks, inside vLLM's workers, that an engine rank's parameters hold the slices that were received for them.
+"""Checks, in vLLM's workers after loading, that an engine rank's parameters hold the slices received for them.
 
 If a parameter is wrong, the sender gets the error, and ``synced_policy`` ends the run, unless an engine was lost.
 

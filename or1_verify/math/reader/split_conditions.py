@@ -96,7 +96,7 @@ def _is_member(items: Sequence[Token]) -> bool:
 
 
 def _members(items: list[Token]) -> tuple[list[Token], list[list[Token]]]:
-    """Return (the rest of the answer, its conditions like ``k \\in Z``). If all parts are conditions, none is split off.
+    """Return (the rest of the answer, its conditions like ``k \\in Z``). If all are conditions, none is split off.
 
     ``x \\in R`` counts as a condition only if another part has x.
     """

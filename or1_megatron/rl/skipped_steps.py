@@ -1,4 +1,4 @@
-"""Skips and counts SGD steps whose loss or gradient is not finite, and ends the run after too many in a row."""
+"""Counts skipped SGD steps (``parallel.optimizer`` skips them) and ends the run after too many in a row."""
 
 from __future__ import annotations
 
