@@ -77,7 +77,7 @@ def train(
 
 @contextmanager
 def _naming_what_makes_data(config: Path) -> Iterator[None]:
-    """Add to the block's DataFileMissing that ``run.sh`` makes the data, if the configuration has one beside it."""
+    """If the configuration has a ``run.sh`` beside it, say in the block's DataFileMissing that it makes the data."""
     from or1_megatron.config.base import DataFileMissing
 
     try:

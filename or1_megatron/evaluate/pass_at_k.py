@@ -6,7 +6,7 @@ right: 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
 
 There are two intervals. ``samples`` is for new samples of the same problems, as in a second run of the evaluation: 1.96
 standard deviations of the estimate, where each problem's chance of success is taken as (c + 1/2) / (n + 1), so that a
-problem solved in none or all samples is not certain. ``problems`` is for a new set of such problems, as a claim about a
+problem solved in none or all samples is not certain. ``problems`` is for new problems of this kind, as a claim about a
 skill needs: a percentile bootstrap over problems, usually wider. (A bootstrap over samples would bias pass@k down.)
 """
 

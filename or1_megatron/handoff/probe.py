@@ -26,7 +26,7 @@ _BOUND = {"float32": 1e-3, "bfloat16": 0.1}  # nats
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Differences |engine - policy| of the probe's log-probs, in nats; each for the engine where it is largest."""
+    """Largest and mean |engine - policy| of the probe's log-probs, in nats, each the maximum over the engines."""
 
     largest: float
     mean: float

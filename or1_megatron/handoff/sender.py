@@ -8,11 +8,11 @@
     each handoff:
     start_weight_update, update_weights to the engines
     pack and send own messages    pack and send own messages      receive, compare checksums, load
-    pass on others' (two hops)    pass on others' (two hops)
+    pass on messages (two hops)   pass on messages (two hops)
     compare what was sent with what was received
     finish_weight_update
 
-vLLM's trainer factory is not used, because every trainer rank would have to import vllm, and only rank 0 has a client.
+vLLM's trainer factory is not used: it needs vllm and a client of the engines on every rank; only rank 0 has a client.
 
 The ranks send the parameters that the policy computes with: with ``model.dtype: bfloat16`` the bf16 parameters, not the
 optimizer's fp32 master weights. Megatron rounds the masters to the parameters after every update, so a cast of the

@@ -48,8 +48,8 @@ class RolloutsClient:
     """Implements ``interfaces.Rollouts`` with the manager actor. Every wait has a deadline.
 
     After ``allow_restarts`` was called, a lost manager is restarted. The engines abort the lost manager's requests. The
-    new manager takes the responses that the engines have finished, and requests all other responses of the rollouts
-    under way again, with the same seeds.
+    new manager takes the responses that the engines have finished, and requests again, with the same seeds, all other
+    responses of the rollouts under way.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class RolloutsClient:
         return groups, report
 
     def trained(self) -> None:
-        """Drop the collected responses; the restored ones too, unless a rollout that is not urgent is under way."""
+        """Drop the collected responses and, if only urgent rollouts or none are under way, the restored responses."""
         self._collected.clear()
         if all(requested.urgent for requested in self._under_way.values()):
             self._restored.clear()  # nobody has requested the rest

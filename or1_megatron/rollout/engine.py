@@ -6,9 +6,9 @@ reads what vLLM's core returns, because vLLM's output processor would take ten t
 (docs/performance.md).
 
 Seeds: the random bits of a token depend on its request's seed and its position in the response alone
-(``worker.SeededSampler``). vLLM does not promise more: logits differ in the last bits with the composition of the
-batch, so the same seed in another batch can, rarely, give another token. The same requests submitted in the same order
-to a fresh engine give the same tokens on CPU.
+(``worker.SeededSampler``). But logits differ in the last bits with the composition of the batch, so the same seed in
+another batch can, rarely, give another token. The same requests submitted in the same order to a fresh engine give the
+same tokens on CPU.
 
 Weights: an engine decodes only with weights that the trainer has checked. From ``start_weight_update`` on all requests
 wait, also the requests in flight. After ``finish_weight_update`` the engine answers ``score_prompts``, with which the
@@ -86,7 +86,7 @@ def save_host_memory() -> None:
 
 
 def pass_rows_as_bytes() -> None:
-    """Make vLLM's core in this process return, as bytes, the rows of a request that ``worker.SeededSampler`` made.
+    """Make vLLM's core in this process return as bytes the rows that ``worker.SeededSampler`` made for a request.
 
     vLLM's own four objects per token take longer to make and to free than all our work on a token.
     """
@@ -238,7 +238,7 @@ class VllmEngine:
         return finished
 
     def abort(self, seeds: Sequence[int]) -> list[int]:
-        """Abort the pending requests of these seeds, and return the aborted seeds. The other requests have finished."""
+        """Abort the requests of these seeds that have not finished, and return the seeds of the aborted requests."""
         wanted = set(seeds)
         names = [name for name, each in self._pending.items() if each.request.seed in wanted]
         self._engine.engine_core.abort_requests(names)

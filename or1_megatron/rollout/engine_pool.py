@@ -38,7 +38,7 @@ _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_S
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_WORLD")
 
 START_S = 600.0
-"""Deadline for the start of an engine without its weights: processes, imports, compilation, CUDA graphs."""
+"""Deadline for an engine's start (processes, imports, compilation, CUDA graphs), without the time to load weights."""
 _SLOW_STORAGE = 0.2e9  # bytes per second of a network file system that many nodes read at once; all read all weights
 _ACTOR_THREADS = 8  # one waits in harvest, one in a call of the handoff; the others answer meanwhile
 

@@ -53,8 +53,8 @@ class _UnderWay:
     started_s: float = field(default_factory=time.time)
     opened_s: float = field(default_factory=time.monotonic)
     deadline_s: float | None = None
-    """None before the first wait. While other rollouts are under way, the time to the deadline counts from the first
-    wait, because a rollout may be requested long before its turn; else it counts from the rollout's start."""
+    """None before the first wait. The time to the deadline counts from the rollout's start or, if other rollouts are
+    under way at the first wait, from this wait, because a rollout may be requested long before its turn."""
     judged_s: float = 0.0
     """When the last verdict came; 0: it has not come yet."""
 
@@ -114,7 +114,7 @@ class RolloutManager:
         Args:
             batch: the arguments of ``Scheduler.begin``, packed (``runtime.message``).
             sampled_before: packed lists of completions. A request of this or a later rollout takes the completion that
-                has the request's seed, instead of being sampled again. The caller guarantees that both belong together.
+                has the request's seed, and is not sampled again. The caller guarantees that the two belong together.
         """
         if self._failure is not None:
             raise self._failure
@@ -207,7 +207,7 @@ class RolloutManager:
         self._changed.set()
 
     async def _submit(self, index: int, engine: Any, requests: list[Request]) -> None:
-        """Submit requests to ``engine``, which the scheduler chose as number ``index`` (it may be restarted since)."""
+        """Submit requests to ``engine``. It was number ``index`` when it was chosen; a restart may have replaced it."""
         try:
             await engine.submit.remote(pack(requests), self._number)
         except RayError as error:

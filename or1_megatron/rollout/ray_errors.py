@@ -47,7 +47,7 @@ class KernelKills:
         return self._seen - before
 
     def _count(self) -> int:
-        """Return the kills in this process's cgroup (engines share it, sandboxes do not), or else on the machine."""
+        """Return the number of kills in this process's cgroup (of engines, not sandboxes), else on the machine."""
         for file in self._counters:
             try:
                 counted = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)

@@ -7,8 +7,8 @@ import math
 from or1_megatron.types import Group, RefillRule
 
 _CAUTION = 0.25
-"""The expected share of rejections is averaged with the measured share, as if ``_CAUTION`` * n groups had shown it,
-where n is the number of groups wanted."""
+"""Weight of the expected share of rejections when it is averaged with the measured share: the weight of
+``_CAUTION`` * n judged groups, where n is the number of groups wanted."""
 
 
 class SamplingBudget:

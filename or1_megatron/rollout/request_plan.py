@@ -28,7 +28,7 @@ def request_seed(*parts: int) -> int:
     """Return a request's seed in [0, 2**63), from (rollout seed, prompt index, sample index).
 
     It has 63 bits, so that the thousands of seeds of a rollout all differ. It is a BLAKE2b hash of the decimal digits:
-    the same on every machine and Python version, and unrelated for neighbouring parts.
+    the same on every machine and Python version. Seeds of neighbouring indices are unrelated.
     """
     digest = hashlib.blake2b(",".join(str(int(part)) for part in parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - _SEED_BITS)

@@ -1,8 +1,8 @@
 """Records in vLLM's workers which experts computed each token, for router replay.
 
-The experts are written into the cache slot of the token's keys and values. So requests with the same prefix share
-the experts, a preempted request's experts are written again, and a rejected drafted token leaves none behind.
-After a handoff, when a response's tokens are computed again, all get the experts that the new weights choose. vLLM's
+A token's experts are stored under the number of the cache slot of its keys and values. So requests with the same prefix
+share the experts, a preempted request's experts are written again, and a rejected drafted token leaves none behind.
+After a handoff, all tokens of unfinished responses are computed again and get the new weights' experts. vLLM's
 own return of routed experts needs vLLM's V2 model runner, which does not run on CPU.
 
 vLLM imports this module in every worker, before the model is made, if ``RoutingExtension`` is the engine's extension.

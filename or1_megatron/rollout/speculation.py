@@ -18,7 +18,7 @@ _NO_TOKEN = -1  # vLLM leaves these out of a request's tokens
 
 
 def check_drafts(sampler: Any, metadata: Any, draft_probs: None, logits: torch.Tensor, sampling: Any) -> Any:
-    """Draw in place of vLLM's rejection sampler. Keep a request's tokens up to the first that is not its draft.
+    """Draw in place of vLLM's rejection sampler. Keep a request's tokens through the first that differs from its draft.
 
     Args:
         sampler: a ``worker.SeededSampler``.

@@ -85,7 +85,7 @@ class WorkerExtension:
     _weight_update_active: bool
 
     def abandon_weight_update(self) -> None:
-        """Give up a weight update that will not be completed, because vLLM would not begin another update.
+        """Give up a weight update that will not be completed. Otherwise vLLM would refuse to begin another update.
 
         Layers that were not loaded keep their weights, so the model mixes old and new until the next update.
         """

@@ -167,7 +167,7 @@ class DirectCopy:
 
 
 def _keeps_parameters(layer: torch.nn.Module) -> bool:
-    """Return whether a layer in reload computes with tensors of the shape and dtype that are loaded."""
+    """Return whether a layer in reload computes with tensors of the same shapes and dtypes as the loaded tensors."""
     method, kernel = getattr(layer, "quant_method", None), get_layerwise_info(layer).kernel_tensors
     if kernel is None or kernel[1] or (method is not None and type(method).__name__ != _KEEPS):
         return False

@@ -9,9 +9,9 @@ At a weight update most layers need no loader (``direct_copy``). The loaders of 
 placeholders, through vLLM's layerwise reload, and ``SliceLoader`` copies the received slices in their place. A loader
 that does more with a tensor than copy a part of it gets the whole tensor.
 
-Loaders of gpt-oss get each expert's entry (``weights.stacked_experts``) [in, n * out], which is the transpose of a
-contiguous tensor. Row i of the contiguous tensor belongs to part i modulo n of the entry. A copy of such rows counts as
-copies of the parts.
+Loaders of gpt-oss get each expert's entry (``weights.stacked_experts``) [in, n * out], which holds n tensors, its
+parts. The entry is the transpose of a contiguous tensor, whose row i belongs to part i modulo n. A loader's copy of
+rows counts as one copy of each part.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LoaderTrace:
     copied_elsewhere: set[str] = field(default_factory=set)
     """Tensors that are also copied to a tensor that is no parameter."""
     written_otherwise: set[tuple[str, str]] = field(default_factory=set)
-    """(module, parameter) of each parameter that other operations than copies, such as padding, also write."""
+    """(module, parameter) of each parameter that is also written by operations other than copies, such as padding."""
     elements: dict[str, int] = field(default_factory=dict)
     """By module, the number of elements for which vLLM's layerwise reload waits."""
 
@@ -285,9 +285,9 @@ def trace_loaders(model: torch.nn.Module, model_config: Any, tensors: Sequence[S
 
 
 class SliceLoader(_Placeholders):
-    """Gives received slices to a model's loaders, as a mode around ``load_weights`` and the end of the reload.
+    """Gives received slices to a model's loaders, as a dispatch mode around ``load_weights`` and the reload's end.
 
-    Each weight update needs a new loader. A tensor's slices are dropped once vLLM no longer needs the tensor's
+    Each weight update needs a new SliceLoader. A tensor's slices are dropped once vLLM no longer needs the tensor's
     placeholder. Until then they may be views into a message, which ``load`` turns into copies.
     """
 

@@ -2,8 +2,8 @@
 
 If a parameter is wrong, the sender gets the error, and ``synced_policy`` ends the run, unless an engine was lost.
 
-Parameters are read in place after loading. The check names each tensor that a loader put into the wrong place or did
-not replace. The place of each slice is known from the trace before the first handoff (``loader_trace.trace_loaders``).
+Parameters are read in place after loading. The check names the first tensor that a loader misplaced or did not
+replace. The place of each slice is known from the trace before the first handoff (``loader_trace.trace_loaders``).
 A loader that was wrong from the start is found only by the log-prob probe.
 
 Not all parameters can be read in place, because vLLM may have converted them (oneDNN's prepacked linears on CPU, fused
