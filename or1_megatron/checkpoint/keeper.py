@@ -39,8 +39,8 @@ def put_in_place(aside: Path, folder: Path) -> None:
 
 
 class CheckpointKeeper:
-    """Finds and deletes the checkpoints of a run. These stay: the newest ``keep_last``; with ``keep_best`` the best by
-    evaluation; and, unless ``keep_every_steps`` is 0, that of every ``keep_every_steps``-th step."""
+    """Finds and deletes the checkpoints of a run. These stay: the newest ``keep_last``; the best by evaluation (with
+    ``keep_best``); and, unless ``keep_every_steps`` is 0, the checkpoint of every ``keep_every_steps``-th step."""
 
     def __init__(self, folder: Path, keep_last: int, keep_best: bool, keep_every_steps: int = 0) -> None:
         self.folder = folder
@@ -50,7 +50,7 @@ class CheckpointKeeper:
         self._intact: Path | None = None  # compared with its manifest by this process
 
     def folder_for(self, step: int) -> Path:
-        """Return the folder of the checkpoint of ``step``, a name that the saver gives to complete checkpoints only."""
+        """Return the folder of the checkpoint of ``step``. The saver gives this name only to a complete checkpoint."""
         return self.folder / step_name(step)
 
     def complete(self) -> list[Path]:

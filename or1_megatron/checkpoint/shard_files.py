@@ -66,7 +66,7 @@ class LocalShard:
     is_written_here: bool
     """True on exactly one of the ranks that hold this shard."""
     may_differ: bool
-    """Whether the layout changes the whole tensor's shape (padded vocabulary). Rows that no file has become zeros."""
+    """Whether the whole tensor's shape depends on the layout (padded vocabulary). Rows that are in no file become 0."""
 
 
 class StateMismatch(UserError, RuntimeError):

@@ -53,7 +53,7 @@ def local_shards(policy: MegatronPolicy) -> list[LocalShard]:
 
 
 def _optimizers(policy: MegatronPolicy) -> list[Any]:
-    """Return this rank's optimizers that have parameters (if only experts have adapters, one optimizer has none)."""
+    """Return this rank's optimizers, without the empty one that Megatron makes if only experts have adapters."""
     return [each for each in policy.optimizer.chained_optimizers if each.optimizer is not None]
 
 

@@ -1,13 +1,11 @@
 """The fused head: log-probs and entropies of target tokens, and their gradients, without all logits in memory.
 
 The head works on tiles of the matrix [tokens, vocabulary] of fp32 logits, with library GEMMs (MKL, cuBLAS) and, between
-the GEMMs, epilogues in Triton or torch. There are two modes. For N tokens, hidden size H and V rows of the output
-weight they take:
+the GEMMs, epilogues in Triton or torch. There are two modes; recompute needs the smaller workspace. For N tokens,
+hidden size H and V rows of the output weight, they take:
 
     recompute   8NHV operations. The backward pass computes the logits again (``log_probs_and_entropies``).
     one_pass    6NHV operations. The forward pass forms the gradient while it has the logits (``one_pass_loss``).
-
-The workspace is smallest with recompute.
 
 A tensor-parallel group cuts the vocabulary, and a small all-gather merges the per-token statistics. The all-gather runs
 once for all tokens in recompute, and once per tile of tokens in one_pass.

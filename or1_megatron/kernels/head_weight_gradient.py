@@ -1,9 +1,9 @@
 """Sums the output weight's gradient in fp32, in Megatron's main_grad or in a buffer for autograd.
 
 Megatron's DistributedDataParallel gives each parameter ``main_grad``, an fp32 view of the buffer that Megatron reduces.
-When autograd accumulates the parameter's gradient, a hook adds ``param.grad`` to ``main_grad`` unless
-``param.grad_added_to_main_grad``, and counts the parameter as ready; the reduction starts when all parameters are
-ready. So code that writes main_grad itself must still return *some* gradient to autograd, so that the hook runs.
+When autograd accumulates the parameter's gradient, a hook counts the parameter as ready and, unless the parameter has
+``grad_added_to_main_grad`` set, adds ``param.grad`` to ``main_grad``. The reduction starts when all parameters are
+ready. Code that writes main_grad itself must therefore return *some* gradient to autograd, so that the hook runs.
 
 This module only reads and sets these attributes; it does not import megatron.
 """

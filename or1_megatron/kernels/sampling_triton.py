@@ -37,7 +37,7 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
         bits = (bits ^ (bits >> 15) ^ high) * 0x846CA68B
         bits = (bits ^ (bits >> 16)) & 0x7FFFFFFF
         u = (bits.to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
-        # -log(1 - u), exact for small u, too: the second factor undoes the rounding of 1 - u.
+        # -log(1 - u), exact also for small u: the second factor undoes the rounding of 1 - u.
         rest = 1.0 - u
         exponential = tl.where(rest == 1.0, u, -tl.log(rest) * (u / (1.0 - rest)))
         score = tl.where(is_random, z - tl.log(exponential), z)

@@ -30,7 +30,7 @@ _CUDA_SCRATCH_BYTES = 32 << 20
 _ALIGNMENT = 64
 """Rows of logits start at multiples of this many numbers, because GEMMs are faster with aligned leading dimensions."""
 _VECTORS = 24
-"""Most [T] fp32 vectors that are in memory at once: statistics, scores, coefficients and temporaries."""
+"""Largest number of [T] fp32 vectors in memory at once: statistics, scores, coefficients and temporaries."""
 
 
 def aligned(rows: int) -> int:
@@ -53,7 +53,7 @@ class AllocationPlan:
     cast_numbers: int
     """Number of fp32 numbers for cast copies of a hidden tile and a weight block; 0 unless a CPU must cast them."""
     vector_bytes: int
-    """Most bytes of all per-token vectors, plus those of a tile's statistics, which each block has before the merge."""
+    """Most bytes of all per-token vectors, plus the bytes of a tile's statistics, of which each block has its own."""
     accumulator_bytes: int
     """Bytes of the fp32 sum of a tile's hidden gradient; 0 if the gradient itself is fp32. ``workspace_bytes`` counts
     neither this sum nor the weight's fp32 gradient (Megatron's main_grad, or V/tp * H * 4 bytes)."""

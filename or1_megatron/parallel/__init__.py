@@ -1,7 +1,7 @@
 """Everything that uses Megatron-Core: process groups, model, policy, pipeline schedule, and Megatron without CUDA.
 
-Outside this package only ``checkpoint.sharded_state`` imports megatron, after it has imported this package. Without
-CUDA, importing this package makes Megatron run on the CPU (``cpu_device``), even in what it does when imported.
+Outside this package, only ``checkpoint.sharded_state`` imports megatron, after this package. The order matters without
+CUDA: this package makes Megatron run on the CPU (``cpu_device``), also the code that runs when megatron is imported.
 """
 
 import logging

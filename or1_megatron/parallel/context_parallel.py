@@ -78,9 +78,9 @@ def attend(
 ) -> Tensor:
     """Return attention [t, N, D] of this rank's query [t, N, D] to all ranks' key and value [t, G, D].
 
-    If the value has fewer channels than D, the result has as few. The backward pass sums the gradients of key and value
-    over the context-parallel ranks (reduce-scatter). ``chunked`` returns one chunk's attention from (queries, keys,
-    values), of which the last query and the last key are of the same token.
+    The result has as many channels as the value, which may be fewer than D. The backward pass sums the gradients of key
+    and value over the context-parallel ranks (reduce-scatter). ``chunked`` returns one chunk's attention from (queries,
+    keys, values). The last query and the last key belong to the same token.
     """
     mine = torch.cat((key, value), dim=-1)
     gathered = gather_from_sequence_parallel_region(mine, group=parallel_state.get_context_parallel_group())

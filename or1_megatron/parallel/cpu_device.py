@@ -67,7 +67,7 @@ class _NoStream:
 
 
 def _answering(value: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a new function that returns ``value()``; torch's compiler tells functions apart by their identity."""
+    """Return a new function that returns ``value()``, because torch's compiler tells functions apart by identity."""
     return lambda *args, **kwargs: value()
 
 
@@ -120,7 +120,7 @@ def _patch_tensor() -> None:
 
 
 def _on_cpu_already(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Stand for Megatron's function, which converts the experts' token counts to numpy only if they are on a GPU."""
+    """Convert the experts' token counts to numpy if ``as_numpy``. Megatron's own does so only for GPU tensors."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 

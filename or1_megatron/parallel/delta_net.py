@@ -74,7 +74,7 @@ class PackedDeltaNet(MegatronModule):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: PackedRow, **_: Any
     ) -> tuple[Tensor, None]:
-        """Map hidden states [t, 1, H] to ([t, 1, H], None for the bias). With sequence parallelism t is T / CP / TP."""
+        """Map hidden states [t, 1, H] to ([t, 1, H], None as bias). With sequence parallelism, t is T / CP / TP."""
         row, cp = packed_seq_params, self.groups.cp
         projected, _bias = self.in_proj(hidden_states)
         # Every rank normalises its own heads by the same weight.
@@ -98,7 +98,7 @@ class PackedDeltaNet(MegatronModule):
 
         Args:
             conv: the convolution's weight [G * (2 A + R B), 1, taps].
-            rate: [G * R]; a token multiplies S by exp(-exp(rate) * softplus(alpha + bias)), with alpha a projection.
+            rate: [G * R]; a token multiplies S by exp(-exp(rate) * softplus(alpha + bias)); alpha is a projection.
             bias: [G * R].
             norm: the norm's weight [B].
         """

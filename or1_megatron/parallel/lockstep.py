@@ -3,8 +3,8 @@
 The wait for the next verb has no limit, so ranks wait on the TCP store of their process group and never inside a
 collective. torchrun's agent hosts the store; without an agent, rank 0 does.
 
-A rank that fails in a verb logs its traceback and ends. A rank also ends if it has not finished the verb by the
-deadline, or if the store has not answered for as long (``Heartbeat.within``). When a rank has ended, the launcher ends
+A rank that fails in a verb logs its traceback and ends. A rank also ends (``Heartbeat.within``) if it has not finished
+the verb within ``deadline_s``, or if the store has not answered for that time. When a rank has ended, the launcher ends
 the other ranks, and each of them logs where it is (``runtime.signals``). The watchdog ends ranks that are stopped.
 """
 
@@ -39,7 +39,7 @@ STOP = "stop"
 _ASK_S: Final = 30.0
 """A rank that waits for a verb asks the store again after this time, or after half the deadline if that is less."""
 _UNWIND_S: Final = 120.0
-"""A rank that raises an error must end within this time, in which rank 0 also dumps the batch and closes engines."""
+"""A rank must end within this time after it raises an error. Meanwhile, rank 0 dumps the batch and closes engines."""
 _LEAVE_S: Final = 5.0
 """Rank 0, which may host the store, waits this long for each rank to read that no more verbs follow."""
 _GRACE_S: Final = 30.0
@@ -100,7 +100,7 @@ class Lockstep:
             return self._verbs[verb](*self._arguments(shared, per_replica, per_replica is not None))
 
     def _announce(self, header: tuple[str, bool]) -> None:
-        """Publish (verb, whether replicas get payloads). The store keeps all such headers, so they are a few bytes."""
+        """Publish (verb, whether replicas get payloads). The store keeps every header, so a header must be small."""
         self._store.set(f"verb/{self._count}", pack(header))  # type: ignore[arg-type]  # bytes are taken too
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ class Lockstep:
         os._exit(1)
 
     def _must_end(self) -> None:
-        """End this rank after ``_UNWIND_S``, if the error that it is about to raise has not ended it before."""
+        """End this rank after ``_UNWIND_S`` if the error that it is about to raise has not ended it by then."""
         self._broken = True
         self._heart.ends_within(_UNWIND_S, lambda: self._end(f"it did not end within {_UNWIND_S:g} s of its error"))
 

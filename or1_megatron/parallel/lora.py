@@ -7,8 +7,8 @@ Tensor parallelism cuts one of A and B, the factor with the linear's cut axis. E
 factor. With sequence parallelism and in experts, each rank computes only a part of the copied factor's gradient. The
 mark ``sequence_parallel`` makes Megatron sum these parts over the ranks.
 
-Shapes: T tokens on this process; r the adapters' rank; n HF tensors of a fused linear that have an adapter each; in and
-out, the sizes of this process's part of the linear.
+Shapes: T tokens on this process; r the adapters' rank; n the number of a fused linear's HF tensors that have adapters;
+in and out, the sizes of this process's part of the linear.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Adapter(torch.nn.Module):
 
     Args:
         linear: a Megatron linear, whose weight is this rank's part [out, in].
-        of_row: [out] for each row of the weight, the index of the HF tensor with this row, among the linear's tensors.
+        of_row: [out] for each row of the weight, which of the linear's HF tensors (an index) holds the row.
     """
 
     enabled: ClassVar[bool] = True
@@ -116,7 +116,7 @@ class Adapters:
         assert model.lora is not None
         self._lora, self._hf_folder, family = model.lora, model.hf, family_of(hf)
         self.base = {"folder": str(model.hf), "digest": base_digest(model.hf)}
-        """The model whose adapters these are."""
+        """Folder and digest of the model that the adapters are for."""
         self.table = AdapterTable(family, hf, model.lora.rank, model.lora.targets)
         shapes, scale = family.shapes(hf), model.lora.alpha / model.lora.rank
         modules: dict[int, Any] = {id(m.weight): m for c in chunks for m in c.modules() if hasattr(m, "weight")}

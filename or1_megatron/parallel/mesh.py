@@ -80,7 +80,7 @@ class SubWorld:
 def start_process_group(timeout_s: float, sub_world: SubWorld | None = None) -> None:
     """Join the world that torchrun started. GPU tensors are sent over NCCL, CPU tensors over gloo.
 
-    With CUDA the rank first takes its GPU and the CPU cores near the GPU. A process that was started without torchrun
+    With CUDA, the rank first takes its GPU and the CPU cores near the GPU. A process that was started without torchrun
     is a world of one. With ``sub_world``, only the processes of ``sub_world`` join.
 
     Raises:

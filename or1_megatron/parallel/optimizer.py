@@ -16,7 +16,7 @@ from torch import Tensor
 from or1_megatron.config.schema import OptimizerConfig, ParallelConfig
 
 _PIECE_NUMBERS: Final = 1 << 22
-"""Most numbers that a step updates at once. The denominators for all parameters together would take 4 bytes per
+"""A step updates at most this many numbers at once. The denominators for all parameters together would take 4 bytes per
 parameter, more memory than the activations in the passes before the step."""
 
 

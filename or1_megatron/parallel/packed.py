@@ -23,8 +23,8 @@ from or1_megatron.parallel.context_parallel import ContextShard, attend, context
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """One packed row. With ``qkv_format`` "thd", Megatron would apply RoPE sequence by sequence. Ours is "packed", with
-    which Megatron keeps [T, 1, heads, D] and applies RoPE to all tokens at once, by the angles of ``PackedRotary``."""
+    """One packed row. With ``qkv_format`` "thd", Megatron would apply RoPE sequence by sequence. With our value
+    "packed", Megatron keeps [T, 1, heads, D] and applies RoPE to all tokens at once, by ``PackedRotary``'s angles."""
 
     position_ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """[T / CP]: the position of each of this rank's tokens within the token's sequence."""
@@ -35,7 +35,7 @@ class PackedRow(PackedSeqParams):
     experts: Tensor | None = None
     """[t, L, k] the k experts of each token in each of L layers; None: the policy's router chooses them."""
     counted: Tensor | None = None
-    """[t] bool: whether the token is counted in the loss; None if ``experts`` is."""
+    """[t] bool: whether the token is counted in the loss; None if ``experts`` is None."""
     rerouted: dict[int, Tensor] = field(default_factory=dict)
     """For each layer that has computed the row: how many counted tokens the policy would have sent to other experts."""
 

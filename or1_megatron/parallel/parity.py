@@ -133,11 +133,11 @@ def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Samp
 def trained_by(dtype: str) -> OptimizerConfig:
     """Return the optimizer settings for the three training steps; ``dtype`` decides the learning rate.
 
-    With a smaller eps, gradients that are only rounding would cause whole steps. With a rate three times as large, the
-    loss of a trained model would grow to thousands. In bfloat16 a step must change weights by less than rounding does:
-    the reference's fp32 weights follow larger steps and rounded weights do not, so losses would differ at random. In
-    bfloat16 the three steps therefore show only that an update takes a gradient and leaves finite weights. Losses and
-    weights are compared only in float32.
+    With a smaller eps, gradients that are only rounding errors would cause full-size steps. With a rate three times as
+    large, the loss of a trained model would grow to thousands. In bfloat16 a step must be smaller than the rounding of
+    weights: the reference's fp32 weights would follow a larger step, rounded weights would not, and losses would differ
+    at random. Therefore the three steps in bfloat16 show only that an update takes a gradient and leaves finite
+    weights. Losses and weights are compared only in float32.
     """
     return OptimizerConfig(lr=3e-4 if dtype == "float32" else 1e-6, eps=1e-3)
 
@@ -253,11 +253,12 @@ def _mean_loss(
 def references(
     network: Any, samples: Sequence[Sample], judged: Objective, dtype: str, aggregations: Collection[Aggregation]
 ) -> dict[Aggregation, tuple[Numbers, Deviation]]:
-    """Return, for each aggregation, (reference's numbers, how far rounding alone moves transformers from them).
+    """Return, for each aggregation, (the reference's numbers, how far rounding alone moves transformers' numbers).
 
-    On a CPU with memory for float64, if ``dtype`` is float32, the reference is float64 and the deviation is fp32's.
-    Otherwise the reference is fp32 and the deviation is bf16's, multiplied for float32 by 2^-16, the ratio of the two
-    types' rounding. The function changes the dtype of ``network``.
+    If ``dtype`` is float32, there is no GPU, and memory for float64 is free, then the reference is computed in float64
+    and the deviation is that of fp32. Otherwise the reference is computed in fp32 and the deviation is that of bf16. If
+    ``dtype`` is float32, this deviation is multiplied by 2^-16, the ratio of the rounding of fp32 to that of bf16. The
+    function changes the dtype of ``network``.
     """
     parameters = sum(parameter.numel() for parameter in network.parameters())
     exactly = dtype == "float32" and _FLOAT64_BYTES * parameters < host_memory().free and not torch.cuda.is_available()
@@ -290,7 +291,7 @@ Deviation = dict[str, Any]
 log_prob, entropy    absolute, over tokens
 loss                 absolute, over steps; relative if the reference's loss exceeds 1 in size
 grad_norm            relative, over steps
-gradient             ||g - g_ref|| / ||g_ref|| over tensors, and ``gradient_at``: the tensor that has it
+gradient             ||g - g_ref|| / ||g_ref|| over tensors; ``gradient_at`` names the tensor with the largest
 parameters           the same for the change over three steps, with ``parameters_at``
 """
 
@@ -353,7 +354,7 @@ def _measure_case(case: Case, model: ModelConfig, judged: Objective, key: str, w
 def measure_on_ranks(task: Mapping[str, Any], key: str, store: dist.Store, rank: int) -> Iterator[dict[str, Any]]:
     """Do one rank's part in the measurement of a task's parallel layouts; rank 0 yields a dict for each layout.
 
-    The dict has ``name``, ``micro_batches`` (of a rank), ``difference`` (the ``Deviation`` from the reference) and
+    The dict has ``name``, ``micro_batches`` (number per rank), ``difference`` (``Deviation`` from the reference) and
     ``rounding`` (the deviation by rounding alone, from ``references``).
 
     Args:

@@ -47,9 +47,9 @@ class MegatronPolicy:
         network = build_network(model, parallel, mesh)
         self.hf, self.networks, self.weights = network.hf, network.chunks, network.weights
         self.parts = mesh.of_every_rank(self._part(parallel))
-        """The part of a batch's routed experts that each rank uses, by rank; each is None for a dense model."""
+        """For each rank, the part of a batch's routed experts that the rank uses; None for a dense model."""
         self.whole_batch: Batch | None = None
-        """On rank 0, the batch whose routed experts the next call (``score``, ``update``) sends to the ranks."""
+        """On rank 0, the next call's batch, if it has routed experts: ``bring_experts`` sends them to the ranks."""
         self.adapters = network.adapters
         self.trained = network.weights if network.adapters is None else network.adapters.weights
         """What is trained, saved and loaded: all weights, or the adapters alone."""
@@ -91,7 +91,7 @@ class MegatronPolicy:
     def update(self, rows: Sequence[MicroBatch], objective: Objective, token_count: int) -> UpdateReport:
         """Take an optimizer step on this data-parallel rank's micro-batches.
 
-        ``token_count`` is the batch's T_k, for the report; Megatron itself counts these tokens and divides by them.
+        ``token_count`` is the batch's number of counted tokens, for the report. Megatron divides by its own count.
         """
         return self.update_and_score(rows, objective, token_count)[0]
 
@@ -140,7 +140,7 @@ class MegatronPolicy:
     def _total(
         self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]], of_rank: Mapping[str, float]
     ) -> dict[str, float]:
-        """Add up the named values of all micro-batches on all data-parallel ranks, and those of all ranks' ``of_rank``.
+        """Add up, by name, the values of all replicas' micro-batches and the values in every rank's ``of_rank``.
 
         A value whose name starts with ``max_`` is the maximum instead of the sum. Collective.
         """

@@ -64,7 +64,7 @@ def _difference(everyone: list[tuple[int, tuple[int, ...], Mapping[str, int]]], 
     copies: dict[tuple[tuple[int, ...], str], dict[int, list[int]]] = {}
     for rank, place, sums in everyone:
         for name, value in sums.items():
-            held = place if ".experts." in name else place[:2]  # the rank of experts tells those of one name apart
+            held = place if ".experts." in name else place[:2]  # expert ranks give different experts one name
             copies.setdefault((held, name), {}).setdefault(value, []).append(rank)
     wrong = []
     for (_, name), ranks_of in copies.items():

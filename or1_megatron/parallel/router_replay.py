@@ -36,7 +36,7 @@ class ExpertsPart:
 
     data_rank: int
     context: tuple[int, int]  # (rank, ranks) of context parallelism
-    sequence: tuple[int, int]  # the same of sequence parallelism
+    sequence: tuple[int, int]  # the same for sequence parallelism
     layers: tuple[int, ...]
     """Numbers of this rank's layers among the model's layers with experts."""
     mixture: Experts
@@ -107,7 +107,7 @@ class _Replay:
         """Return (scores, numbers) [t, k] of the experts that compute each token; ``scores`` [t, E] are the router's.
 
         If only experts are recomputed, the backward pass calls this a second time for each packed row. The layer may
-        have computed further rows by then; rows go backward in the order in which they went forward.
+        have computed further rows by then, so rows wait in a queue: they go backward in forward order.
         """
         row = self._row
         assert row is not None

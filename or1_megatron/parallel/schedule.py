@@ -48,7 +48,7 @@ def _run(chunks: Sequence[torch.nn.Module], rows: Sequence[DeviceRow], loss: Any
 def forward_backward(
     chunks: Sequence[DistributedDataParallel], rows: Sequence[DeviceRow], objective: Objective, one_pass: bool = False
 ) -> list[tuple[Mapping[str, Tensor], Tensor]]:
-    """Add the gradient of the objective's mean over all ranks' counted tokens to the gradient buffers.
+    """Differentiate the objective's mean over all ranks' counted tokens; add the gradient to the gradient buffers.
 
     Megatron divides by the number of these tokens (``calculate_per_token_loss``). The last stage returns, for each
     micro-batch, (the objective's sums, log-probs and entropies [2, C]); other stages return [].

@@ -17,10 +17,7 @@ from or1_megatron.kernels.head_weight_gradient import add_product
 
 
 def add_weight_gradient(inputs: Tensor, grad_outputs: Tensor, main_grad: Tensor) -> None:
-    """Add a linear's weight gradient, ``grad_outputs.t() @ inputs``, to ``main_grad`` [out, in], which is fp32.
-
-    ``inputs`` [T, in] and ``grad_outputs`` [T, out] are those of T tokens.
-    """
+    """Add a linear's weight gradient, grad_outputs [T, out].t() @ inputs [T, in], to the fp32 main_grad [out, in]."""
     if inputs.device.type == "cpu":
         inputs, grad_outputs = inputs.float(), grad_outputs.float()
     add_product(main_grad, grad_outputs.t(), inputs)

@@ -159,14 +159,14 @@ class AdapterTable:
 
 
 def _is_linear(row: Row) -> bool:
-    """Return whether a row is the weight of a linear that tensor parallelism cuts (not of a norm, router, embedding or
-    convolution, and no bias)."""
+    """Return whether a row is the weight of a linear that tensor parallelism cuts; False for norms, routers,
+    embeddings, convolutions and biases."""
     matrices = all(name.endswith(".weight") and len(axes) == 2 for name, axes in zip(row.hf, row.axes, strict=True))
     return matrices and row.cut not in (Cut.WHOLE, Cut.VOCABULARY)
 
 
 def _module(weight: str) -> str:
-    """Return a weight's module name, without an expert's number: a target means all experts of a layer."""
+    """Return a weight's module name, without an expert's number, so that a target means all experts of a layer."""
     return re.sub(r"\.experts\.\d+\.", ".experts.", weight.removesuffix(".weight"))
 
 

@@ -92,7 +92,7 @@ QK_NORM: Final = tuple(
 
 
 def decoder_conflicts(hf: HFConfig, *computed: str) -> Iterator[str]:
-    """Yield a sentence for each setting that no Llama-like family supports, except the keys ``computed``."""
+    """Yield a sentence for each unsupported setting of a Llama-like family, which supports the keys ``computed``."""
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
         yield f"hidden_act = '{activation}' is not supported; expected 'silu'"

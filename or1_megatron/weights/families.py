@@ -75,7 +75,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def what_holds(folder: Path) -> str:
-    """Return a clause for an error message, which lists what a folder holds instead of a model."""
+    """Return a clause for an error message: what the folder holds instead of a model."""
     held = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     merge = "; merge the adapter into its base model first" if "adapter_model" in held else ""
     return f"; it holds {held}{merge}"

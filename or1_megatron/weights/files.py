@@ -67,9 +67,9 @@ def check_weight_files(folder: Path, hf: HFConfig) -> None:
 
 
 def is_draft(name: str, hf: HFConfig) -> bool:
-    """Return whether a tensor belongs to the multi-token-prediction layers: the ``num_nextn_predict_layers`` after the
-    last layer or, in Qwen3-Next and Qwen3.5, the names that start with ``mtp.``. Engines draft tokens with these
-    layers. The layers are not trained, and exports copy their tensors unchanged."""
+    """Return whether a tensor belongs to the multi-token-prediction layers, with which engines draft tokens. They are
+    the ``num_nextn_predict_layers`` layers after the last decoder layer; in Qwen3-Next and Qwen3.5 their names start
+    with ``mtp.``. These layers are not trained, and exports copy their tensors unchanged."""
     if name.startswith("mtp.") and "linear_conv_kernel_dim" in hf:
         return True
     match = re.match(r"model\.layers\.(\d+)\.", name)
@@ -90,7 +90,7 @@ def drafts(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that transformers and vLLM read: the files that the index names, or model.safetensors.
 
-    Without both, return all *.safetensors except adapters and Mistral's consolidated files.
+    If there is neither, return all *.safetensors except adapters and Mistral's consolidated files.
 
     Raises:
         ModelError: a file is missing, the index is unreadable, or transformers and vLLM would read different files.

@@ -30,7 +30,7 @@ def _conflicts(hf: HFConfig) -> Iterator[str]:
             if held.get(key, only) != only:
                 yield f"{key} = {held[key]} is not supported; expected {only}"
     kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(hf["num_hidden_layers"])]
-    if hf.get("layer_types") not in (None, kinds):  # None is this for transformers, too
+    if hf.get("layer_types") not in (None, kinds):  # transformers reads None as these
         yield f"layer_types is not supported; expected {', '.join(kinds[:2])} and so on in turn, as vLLM computes"
 
 
@@ -44,7 +44,7 @@ def _bias(row: Row, hf: str, axes: str, cut: Cut = Cut.WHOLE) -> Row:
 
 
 def _of_expert(hf: str, axes: tuple[str, ...], megatron: str, *cut_and_layout: Any) -> Row:
-    """Return the row whose HF tensors are the parts of an expert's entry in a stack (``weights.stacked_experts``)."""
+    """Return an expert's row. Its HF tensors are the parts of the expert's entry in a stack (``stacked_experts``)."""
     parts = (f"{HF}mlp.experts.{hf}[{{expert}}, {first}::{len(axes)}]" for first in range(len(axes)))
     return Row(tuple(parts), axes, f"{MEGATRON}mlp.experts.local_experts.{{expert}}.{megatron}", *cut_and_layout)
 

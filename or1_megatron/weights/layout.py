@@ -83,9 +83,10 @@ class HeadBlocks(Layout):
     """
 
     sections: tuple[str, ...]
-    """One string per HF tensor. A letter says which rows a key head has: k those of its key (or query), v those of its
-    values (or gates), n one row per value head. A tensor with small letters stores one letter's rows of all heads, then
-    the next letter's. A tensor with capitals stores all rows of a head together, so its string is one section."""
+    """One string per HF tensor. A letter stands for rows that a key head has: k the rows of its key (or query), v the
+    rows of its values (or gates), n one row per value head. In small letters, each letter is a section: the tensor
+    stores the first letter's rows of all heads, then the next letter's rows of all heads. In capitals, the whole string
+    is one section: the tensor stores all rows of the first head, then all rows of the next head."""
 
     def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
         heads = hf["linear_num_key_heads"]

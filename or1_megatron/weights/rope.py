@@ -1,6 +1,6 @@
 """Rotary position embeddings (RoPE, YaRN) from HF configs: the frequencies, and the factor that sharpens attention.
 
-Shapes: R rotated dimensions of a head, which are the head's first or all dimensions. A position rotates the pair
+Shapes: R rotated dimensions of a head: all dimensions, or the first ones. A position rotates the pair
 (i, i + R/2) by position * frequency[i].
 """
 

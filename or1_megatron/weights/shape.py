@@ -73,7 +73,7 @@ class Shape:
             latents=latents,
             delta_net=family.delta_net(hf) if family else None,
             windowed=(windowed := family.windowed(hf) if family else range(0)),
-            window=hf["sliding_window"] if windowed else 0,  # others may name one that is not used
+            window=hf["sliding_window"] if windowed else 0,  # other models may set one and not use it
         )
 
     @property
@@ -95,8 +95,8 @@ class Shape:
 
     @property
     def multiplied_weights(self) -> int:
-        """Number of weights that multiply a token. Experts that do not compute the token are left out, and so is the
-        input embedding unless it is also the output layer."""
+        """Number of weights that multiply a token. The count leaves out the experts that do not compute the token,
+        and an input embedding that is not also the output layer."""
         return self.vocab * self.hidden + self._decoder(whole=False)
 
     def layer_parameters(self, layer: int, whole: bool = True) -> int:

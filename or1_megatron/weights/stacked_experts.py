@@ -1,7 +1,7 @@
 """Names and views of the parts of a tensor that holds all experts of a layer, as gpt-oss's files store them.
 
 In the weight table, ``NAME[e, p::n]`` means one matrix [out, in] of expert e. It is made of entry e of the tensor NAME
-[experts, in, n * out]: every n-th column from p on, transposed. A tensor of biases is [experts, n * out], a part [out].
+[experts, in, n * out]: every n-th column from p on, transposed. A bias tensor is [experts, n * out], a bias part [out].
 """
 
 from __future__ import annotations

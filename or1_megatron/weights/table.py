@@ -56,7 +56,7 @@ EMBEDDING: Final = Row(
 )
 FINAL_NORM: Final = Row(("model.norm.weight",), ("H",), "decoder.final_layernorm.weight", Cut.WHOLE)
 OUTPUT: Final = Row(("lm_head.weight",), ("VH",), "output_layer.weight", Cut.VOCABULARY, PaddedVocabulary())
-"""The row of models whose embeddings are not tied."""
+"""The output layer's row, for models whose output layer is not the embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +187,11 @@ class ModelFamily:
 def axis_sizes(hf: HFConfig, experts: Experts | None = None, net: DeltaNet | None = None) -> dict[str, int]:
     """Return the size of each axis letter.
 
-    V vocabulary, H hidden, F intermediate, Q all query heads, M number of query heads, K all key (or value) heads, D
-    one head. A mixture of experts has E experts, X intermediate of one expert, S intermediate of the shared expert.
-    Latent attention has A latents of queries, L latents of keys and values, R the L latents and the keys' rotated part,
-    U keys and values made of latents, O values. Models with a delta net also have G, queries and gates of full
-    attention, and the letters of ``DeltaNet.axes``.
+    V vocabulary, H hidden, F intermediate, M number of query heads, D channels of one head, Q channels of all query
+    heads, K channels of all key (or value) heads. A mixture of experts has E experts, X intermediate of one expert, S
+    intermediate of the shared expert. Latent attention has A latents of queries, L latents of keys and values, R = L +
+    channels of the keys' rotated part, U channels of keys and values made of latents, O channels of values. Models with
+    a delta net also have G channels of queries and gates of full attention, and the letters of ``DeltaNet.axes``.
     """
     head_dim = ModelFamily.head_dim(hf)
     mixture = {} if experts is None else {"E": experts.count, "X": experts.intermediate, "S": experts.shared}
