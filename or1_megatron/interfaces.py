@@ -220,8 +220,8 @@ class Rollouts(Protocol):
         """
 
     def trained(self) -> None:
-        """Report that the policy has trained on the collected groups, which ``finished_responses`` then omits. Unused
-        restored responses are dropped too, unless a rollout that is not ``urgent`` is under way."""
+        """Report that the policy has trained on the collected groups: ``finished_responses`` then omits them. Also drop
+        unused restored responses if every rollout that is still under way is ``urgent``."""
 
     def finished_responses(self) -> bytes:
         """Return, packed (``runtime.message``), the finished responses that are not yet trained on; empty if none.
@@ -296,7 +296,7 @@ class Observer(Protocol):
     """Watches the loop (console, rollout store) without changing the run."""
 
     def verb_started(self, step: int, verb: str) -> None:
-        """Note that the loop begins ``verb``. ``step``: the number of rollout steps done so far."""
+        """Note that the loop begins ``verb`` (its method). ``step``: the number of rollout steps done so far."""
 
     def rolled_out(
         self,

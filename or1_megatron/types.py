@@ -25,7 +25,7 @@ BoolArray = NDArray[np.bool_]
 RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
 """[tokens, layers with experts, k]: indices of the k experts that computed each token; uint8 if all indices fit."""
 OwnExperts = tuple[RoutedExperts, BoolArray]
-"""(experts [t, layers, k] of a rank's t tokens of a row in the rank's layers, mask [t] of the counted tokens)."""
+"""A rank's part of a packed row, t tokens: (experts [t, layers of the rank, k], mask [t] of the counted tokens)."""
 
 FinishReason = Literal["stop", "length"]
 """Why a response ended: its end-of-sequence token, or the response-length limit T (a *truncated* response)."""
@@ -186,7 +186,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RefillRule:
-    """A rollout ends with the shortest prefix of its prompts in which ``keeps`` is true of ``kept`` groups.
+    """Ends a rollout with the shortest prefix of its prompts that has ``kept`` groups for which ``keeps`` is true.
 
     ``keeps`` must be picklable.
     """
@@ -258,7 +258,7 @@ class Batch:
     """The samples of one SGD step as micro-batches of one length, equally many for each data-parallel rank.
 
     ``token_count`` is T_k of the loss (RECIPE eq. 3.1), the counted tokens over all micro-batches of all ranks. Under
-    every aggregation the weighted sum of token losses is divided by ``token_count``.
+    every aggregation, the weighted sum of token losses is divided by ``token_count``.
     """
 
     ranks: tuple[tuple[MicroBatch, ...], ...]  # [DP][micro-batches]

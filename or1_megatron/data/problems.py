@@ -54,7 +54,7 @@ def load_problems(
 
     Args:
         unusable: collects the data rows that cannot be used, such as a repeated problem with another answer; the caller
-            settles them. None: such rows raise DataError.
+            decides about them. None: unusable rows raise DataError.
         columns: names of the columns that hold prompt and answer (``data.train.N.columns``), whatever the layout.
 
     Raises:
@@ -142,7 +142,7 @@ def check_ground_truths(
 def filter_by_difficulty(problems: Sequence[Problem], model: str, unusable: UnusableRows) -> list[Problem]:
     """Return the problems that ``model`` solved in some but not all of its 16 tries.
 
-    Problems without a number for the model are added to ``unusable``. Raises DataError if all have one and none stays.
+    Problems not measured with the model are added to ``unusable``. Raises DataError if all are measured and none stays.
     """
     kept, before = [], len(unusable)
     for problem in problems:

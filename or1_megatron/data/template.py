@@ -36,7 +36,7 @@ class ChatTemplate:
     """A tokenizer with its chat template and generation prompt, which for a reasoning model may open ``<think>``.
 
     Args:
-        vocabulary: the model's ``vocab_size``. A prompt with a token id that is not below it is refused.
+        vocabulary: the model's ``vocab_size``. A prompt with a token id of ``vocabulary`` or above is refused.
 
     Raises:
         DataError: the tokenizer has no chat template, or the template fails or drops the user's text.

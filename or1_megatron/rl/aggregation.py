@@ -25,7 +25,7 @@ def weigh(samples: Sequence[Sample], aggregation: Aggregation, max_response_toke
     n_i counted tokens, and R samples have at least one counted token, so the weight is T_k / (R n_i).
 
     ``released-code`` averages each micro-batch's tokens, then the micro-batches, each weighted by its number of
-    samples. With R_m samples and T_m counted tokens in a micro-batch the weight is R_m T_k / (R T_m). The micro-batches
+    samples. With R_m samples and T_m counted tokens in a micro-batch, the weight is R_m T_k / (R T_m). Micro-batches
     are cut as the released code cuts them (``released_cut``). They are not the packed rows that a rank computes at
     once, so no weight depends on the parallel layout.
 

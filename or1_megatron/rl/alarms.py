@@ -21,8 +21,8 @@ MEDIAN_STEPS: Final = 50
 FIRST_NORMS: Final = 10
 TREND_STEPS: Final = 20
 """The mean accuracy of the last TREND_STEPS steps is compared with the mean of the TREND_STEPS steps before them. A
-mean over 20 steps of 64 prompts has a standard error of about 0.012. Noise moves accuracy and non-truncated accuracy in
-the same direction; the alarm ``non_truncated`` needs opposite directions."""
+mean over 20 steps of 64 prompts has a standard error of about 0.012. Noise rarely raises the alarm ``non_truncated``,
+because noise moves both accuracies in the same direction, and the alarm needs opposite directions."""
 TREND_CHANGE: Final = 0.03
 PLATEAU_STEPS: Final = 50
 PLATEAU_GAIN: Final = 0.01
@@ -32,7 +32,7 @@ COLLAPSE_STEPS: Final = 100
 """Wrong settings make entropy fall within this many steps (the report, ablations 4 and 6)."""
 
 _MISMATCH: Final[Mapping[str, tuple[float, float]]] = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 5.0)}
-"""For each dtype, (mean, largest) |engine - policy| log-prob in nats that rounding explains. Measured against
+"""For each dtype, default limits of the (mean, largest) |engine - policy| log-prob, in nats. Rounding, measured against
 transformers: at most 2e-5 in fp32, 0.02 to 0.2 per token in bf16. The largest of millions of tokens is far higher."""
 
 _REMEMBERED: Final = ("stage", "policy/grad_norm", "accuracy/all", "accuracy/non_truncated")

@@ -79,7 +79,7 @@ def make_batches(
     aggregation: Aggregation,
     max_response_tokens: int,
 ) -> list[Batch]:
-    """Return one packed batch per SGD step: one for each mini-batch, in order, and the whole list ``reuse`` times."""
+    """Return one packed batch per SGD step: the list of all mini-batches in order, repeated ``reuse`` times."""
     parts = [[sample for group in part for sample in group] for part in split(groups, mini_batches)]
     return [pack(weigh(part, aggregation, max_response_tokens), layout) for part in parts] * reuse
 

@@ -58,7 +58,7 @@ class EntropyReading:
 
 
 class EntropyController:
-    """Sets the entropy bonus's coefficient alpha_k = c_k * gate; c_k moves by delta toward the target entropy.
+    """Sets the entropy bonus's coefficient alpha_k = c_k * gate; c_k moves by delta to bring e_k to the target.
 
     c_{k+1} = c_k + delta if e_k < target, c_k - delta if e_k > target, within [0, maximum] (report, section 3.2.5).
 
@@ -90,7 +90,7 @@ class EntropyController:
         return seen is None or seen <= self._config.target
 
     def advance(self, entropy: float) -> None:
-        """Move c_k to c_{k+1} after a step whose entropy was ``entropy``. At the target c_k stays."""
+        """Move c_k to c_{k+1} after a step whose entropy was ``entropy``. If it equals the target, c_k stays."""
         target = self._config.target
         if self._config.mode == "adaptive" and entropy != target:
             moved = self.coefficient + (self._config.delta if entropy < target else -self._config.delta)

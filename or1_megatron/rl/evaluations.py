@@ -78,7 +78,7 @@ class Evaluations:
         }
 
     def restore(self, state: Mapping[str, Any], steps_done: int) -> None:
-        """Take over what ``state`` returned. If the run was given more steps since, drop the result ``after``."""
+        """Take over what ``state`` returned. If the run has more steps by now, forget the result after training."""
         self.first_step, self._done_at = state["first_step"], state["done_at"]
         self.before, self.after = _result(state["before"]), _result(state["after"])
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])

@@ -134,7 +134,7 @@ def check_verdicts(groups: Sequence[Group], max_error_fraction: float) -> None:
 
 
 def check_versions(groups: Sequence[Group], version: int, max_staleness: int = 0) -> int:
-    """Return the age of the oldest sampled token: ``version``, about to be updated, minus the version that sampled it.
+    """Return the age of the oldest sampled token: the policy's ``version`` minus the version that sampled the token.
 
     Raises StaleRollout when the age exceeds ``max_staleness``, or a token is from newer or unknown weights.
     """

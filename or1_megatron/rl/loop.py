@@ -4,8 +4,8 @@
 from version k and ends by handing version k + 1 to the engines. A step without any SGD step (every group rejected)
 makes its handoff too, so that version, step and checkpoint always agree.
 
-Stopping: before its first SGD step a step can be abandoned, because only the stream and the ledger have changed. The
-state before the step is saved, and the resumed run repeats the step with the same seed. From the first SGD step on the
+Stopping: before its first SGD step, a step can be abandoned, because only the stream and the ledger have changed. The
+state before the step is saved, and the resumed run repeats the step with the same seed. From the first SGD step on, the
 step is finished, but its handoff and its evaluation are left to the resumed run.
 
 Staleness (``max_staleness`` N): when a step begins, the rollouts of the next N steps are requested too, and a handoff
@@ -143,8 +143,8 @@ class Loop:
     def start(self) -> None:
         """Resume, hand the weights to the engines, and make the evaluation that is due, if any.
 
-        The metrics of step 0 are the evaluation before training. A resumed run adds to the metrics of its last step
-        only the evaluation that the stop had skipped.
+        The metrics of step 0 are the evaluation before training. If a stop skipped the evaluation of the last step, the
+        resumed run makes it and adds its result, without times, to the metrics of that step.
         """
         self.resume()
         self.ports.timer.lap()  # start-up is not the loop's time
@@ -215,7 +215,7 @@ class Loop:
         self.supply.request_ahead(stage, self._sure_steps(self.supply.requested_steps + 1))
 
     def _sure_steps(self, first: int) -> list[int]:
-        """Return the steps from ``first`` steps ahead on that staleness allows and that are surely in this stage."""
+        """Return the steps, ``first`` to ``max_staleness`` after the current step, that are surely in its stage."""
         ahead = range(first, self.config.max_staleness + 1)
         return [self.steps_done + n for n in ahead if self.schedule.surely_goes_on(self.steps_done, n)]
 

@@ -61,7 +61,7 @@ class LoopConfig:
     checkpoint: CheckpointConfig
     layout: BatchLayout
     max_error_fraction: float
-    """A rollout step in which a larger share of the verdicts is ``error`` ends the run."""
+    """Largest share of a step's verdicts that may be ``error``; above it, the run ends."""
     export_folder: Path
     """Folder of the final HF export; an export after step 20 is written beside it, as ``<name>_step_000020``."""
     hardware: TrainerGpus | None = None

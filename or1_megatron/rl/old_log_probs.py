@@ -46,7 +46,7 @@ def score(
 ) -> Scored:
     """Return the kept groups as samples, scored by the policy where rho needs it, and by the reference if there is one.
 
-    rho needs pi_k's log-probs if N_SGD > 1 and ``old_is_the_policy``. With N_SGD = 1 rho is 1, and the update compares
+    rho needs pi_k's log-probs if N_SGD > 1 and ``old_is_the_policy``. With N_SGD = 1, rho is 1, and the update compares
     its own log-probs with the engines'. ``stale``: older weights than the policy's drew the samples.
     """
     groups = [to_samples(group) for group in kept]
@@ -67,7 +67,7 @@ def score(
 def check_mismatch(
     policy: Policy, kept: Sequence[AdvantagedGroup], stage: StageConfig, layout: BatchLayout, version: int, limit: float
 ) -> None:
-    """Compare the policy's log-probs with the engines' on up to JUDGED responses sampled only by weights ``version``.
+    """Compare log-probs of policy and engines on up to JUDGED responses, each sampled wholly by weights ``version``.
 
     Raises:
         MismatchTooLarge: the mean |engine - policy| log-prob, in nats, is above ``limit`` or not finite.

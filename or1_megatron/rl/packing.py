@@ -11,8 +11,8 @@ and cut into layers of one row per rank. The layer with the widest spread of cos
 goes to the rank with the least work so far. The result is deterministic: ties go to the earlier sample, row and rank.
 
 Limits: where the budget is near the longest sequence, up to 1 / R of the tokens is padding, because R is an integer.
-Rows of the same lengths could then also be balanced better, by 1% (33 rows) to 7% (3 rows). With a budget of 1.5 times
-the longest sequence neither effect shows. No step is faster than the longest sequence alone.
+Other rows of the same length T could then balance the costs better, by 1% (33 rows) to 7% (3 rows). With a budget of
+1.5 times the longest sequence, neither effect shows. No step is faster than the longest sequence alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Rows = list[list[int]]  # for each row, the indices of its sequences
 
 @dataclass(frozen=True, slots=True)
 class SequenceCost:
-    """The cost of a sequence of L tokens: ``linear * L + quadratic * L**2``, in any unit. It only balances the rows."""
+    """The cost of a sequence of L tokens: ``linear * L + quadratic * L**2``, in any unit. It serves to balance rows."""
 
     linear: float
     quadratic: float

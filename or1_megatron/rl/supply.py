@@ -82,7 +82,7 @@ class Supply:
         return self._stream.take(wanted + max(0, min(stage.refill_prompts, left - wanted)))
 
     def request_rollout(self, prompts: Sequence[Prompt], stage: StageConfig, step: int) -> None:
-        """Start the rollout of step ``step`` (from 0), whose prompts were taken last."""
+        """Start the rollout of step ``step`` (from 0). ``prompts``: the last result of ``draw_prompts``."""
         sampling = Sampling(stage.temperature, stage.top_p, stage.max_response_tokens)
         keeps, rule = KeepsGroup(self._advantage, stage.max_response_tokens), None
         if len(prompts) > stage.prompts_per_step:

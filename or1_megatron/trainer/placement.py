@@ -29,7 +29,7 @@ class PlacementError(UserError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RankGpu:
-    """The GPU of a trainer rank. ``host`` only appears in messages, because two hosts may have the same name."""
+    """The GPU of a trainer rank. ``host`` is for messages only: two machines may have the same host name."""
 
     host: str
     uuid: str
@@ -63,7 +63,7 @@ def sized_rollout(config: Config) -> RolloutConfig:
 
 
 def takes_turns(config: Config) -> bool:
-    """Return whether engines and trainer share GPUs and must take turns. On CPU engines never sleep."""
+    """Return whether engines and trainer share GPUs and must take turns. On CPU, engines never sleep."""
     return config.rollout.placement == "colocated" and torch.cuda.is_available()
 
 
@@ -73,7 +73,7 @@ def offloads(config: Config) -> bool:
 
 
 def engine_places(config: Config) -> list[EnginePlace] | None:
-    """On rank 0 return each engine's node and GPUs. Return None on other ranks, and on CPU, where Ray chooses.
+    """On rank 0, return each engine's node and GPUs. Return None on other ranks, and on CPU, where Ray chooses.
 
     On GPUs this is a collective call of the trainer's ranks, and rank 0 must be connected to Ray.
 

@@ -86,8 +86,8 @@ def check_inputs(config: Config, ranks_here: int) -> None:
 
 
 def check_room(planned: Plan) -> None:
-    """Check that the run's estimated memory fits the host's free memory, or on GPUs the smallest of
-    ``cluster.gpu_memory_gb`` and the total memory of each GPU here.
+    """Check that the run's estimated memory fits. On CPU, the limit is the host's free memory; on GPUs, the smaller of
+    ``cluster.gpu_memory_gb`` and the total memory of the smallest GPU here.
 
     Raises:
         NotEnoughMemory: the estimate is larger, and ``cluster.check_memory`` is on.

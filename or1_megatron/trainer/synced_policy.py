@@ -75,7 +75,7 @@ def rank_verbs(
     """
 
     def of_rows(method: Verb) -> Verb:
-        """Give each rank its part of the rows' routed experts first, if the rows have any."""
+        """Return a verb that calls ``method`` with this rank's part of the rows' routed experts, if there are any."""
 
         def verb(rows: Sequence[MicroBatch], routed: bool, *arguments: Any) -> Any:
             if routed:
@@ -104,8 +104,8 @@ def rank_verbs(
 
 
 def _profiled(send: Verb, config: Config, rank: int) -> Verb:
-    """Return ``send`` with profiling: a profile of a step in ``profile_steps`` begins and ends when ``send``
-    returns."""
+    """Return ``send`` with profiling. The profile of a step in ``profile_steps`` begins when the send before the step
+    has returned, and ends when the step's own send has returned."""
     running: list[profile] = []
 
     def profiled(version: int) -> int:

@@ -111,7 +111,7 @@ class NearDuplicates(DuplicateStep[DuplicatesConfig]):
     without_effect = frozenset({"embedding"})
 
     def _find(self, shards: Sequence[Path]) -> Repeats:
-        """Compare each problem with the earlier problems that share a band key. Only their statements are in memory."""
+        """Compare each problem with earlier problems that share a band key. Keeps no statements of other problems."""
         columns = ("statement", *self._kinds)
         keys = np.concatenate([_keys(*batch) for batch in read_columns(shards, columns, _BATCH_ROWS)])
         shared = np.stack([_occurs_again(band) for band in keys.T], axis=1)
@@ -147,7 +147,7 @@ def _keys(statements: Sequence[str], *kinds: Sequence[str]) -> UInt64Array:
 
 
 def _occurs_again(band: UInt64Array) -> BoolArray:
-    """Return a mask [problems] of the problems whose key in this band another problem has too."""
+    """Return a mask [problems]: True where another problem has the same key in this band."""
     _, place, counts = np.unique(band, return_inverse=True, return_counts=True)
     return counts[place] > 1
 

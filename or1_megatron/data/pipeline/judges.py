@@ -47,7 +47,7 @@ _MOST_WITHOUT_VOTE = 0.5  # share of a judge's answers
 def read_vote(answer: str) -> str:
     """Return a judge's four answers as y and n, such as "yyny"; NO_VOTE if an answer is missing.
 
-    Only text after the reasoning counts, and the last answer if a criterion is answered more than once.
+    Only text after the reasoning is read. If a criterion is answered more than once, the last answer counts.
     """
     said = answer.rpartition("</think>")[2]
     words = {name.lower(): word[0].lower() for name, word in _LINE.findall(said)}

@@ -49,7 +49,7 @@ def candidate_id(source: str, content: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """A candidate that a step leaves out. ``reason`` is short, to be counted; ``evidence`` is JSON-able."""
+    """A candidate that a step leaves out. ``reason`` is short: reasons are counted. ``evidence`` is JSON-able."""
 
     candidate: Candidate
     reason: str

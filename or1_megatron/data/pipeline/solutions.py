@@ -83,7 +83,7 @@ class SolutionStep(PipelineStep[VerifiedStepConfig]):
         raise NotImplementedError
 
     def _check_verdict(self, row: Candidate, verdict: Verdict) -> None:
-        """Raise DataError if the verdict, which is not ``right``, is not the solution's fault."""
+        """Raise DataError if a verdict other than ``right`` is the verifier's fault, not the solution's."""
 
     def _excluded(self, row: Candidate, verdicts: Sequence[Verdict]) -> Exclusion:
         """Return the exclusion of a candidate whose judged solutions all failed."""

@@ -51,7 +51,7 @@ class PipelineStep[C: Section]:
         """Read the whole input, if the step needs it."""
 
     def apply(self, rows: Sequence[Candidate], first: int) -> list[Outcome]:
-        """Return an outcome for each candidate of a shard. ``first``: the first one's number in the whole input."""
+        """Return an outcome for each candidate of a shard. ``first``: the number of ``rows[0]`` in the whole input."""
         return [self.decide(row, number) for number, row in enumerate(rows, start=first)]
 
     def decide(self, row: Candidate, number: int) -> Outcome:

@@ -105,7 +105,7 @@ def jaccard(one: UInt64Array, other: UInt64Array) -> float:
 def signatures(texts: Sequence[str], chars: int, size: int) -> UInt32Array:
     """Return MinHash signatures [texts, size]; two texts' share of equal columns estimates their Jaccard similarity.
 
-    Each column has the smallest of a text's shingle hashes under its own permutation, h -> a h + b modulo 2^32.
+    Each column permutes all hashes in its own way, h -> a h + b modulo 2^32, and keeps each text's smallest result.
     """
     hashes, starts = _batch_shingles(texts, chars)
     low = (hashes >> np.uint64(32)).astype(np.uint32)
@@ -134,7 +134,7 @@ def mixed(values: UInt64Array) -> UInt64Array:
 
 
 def _batch_shingles(texts: Sequence[str], chars: int) -> tuple[UInt64Array, NDArray[np.int64]]:
-    """Return (hashes of all texts' shingles, index of each text's first hash). A short text gets one, by padding."""
+    """Return (hashes of all texts' shingles, index of each text's first hash). Short texts are padded to one."""
     coded = [text.encode().ljust(chars, b"\0") for text in texts]
     whole = np.frombuffer(b"".join(coded), dtype=np.uint8).astype(np.uint64)
     counts = np.array([len(code) - chars + 1 for code in coded])

@@ -83,8 +83,8 @@ def kl_estimate(
     ``of_samples`` is log p of the tokens, ``other`` log q. ``k2`` is (log p - log q)^2 / 2; ``k3`` is the function
     ``k3``. Values above ``cap`` are cut to the cap and have gradient 0.
 
-    In the mean under p, k2's gradient by p's parameters is the gradient of KL(p || q), and k3's is the gradient of KL(q
-    || p) (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation", arXiv 2506.09477).
+    In expectation under p, k2's gradient by p's parameters is the gradient of KL(p || q), and k3's is the gradient of
+    KL(q || p) (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation", arXiv 2506.09477).
 
     Worked example: p = 1/2, q = 1/4 give k2 0.240 and k3 0.193, with gradients 0.693 and 1/2. log p - log q = -3 gives
     k3 = e^3 - 3 - 1 = 16.1 with gradient -19.1; a cap of 10 makes them 10 and 0.

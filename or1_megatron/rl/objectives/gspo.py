@@ -22,8 +22,8 @@ class GSPO(PolicyGradientLoss):
     All tokens of response i have the same J, so ``response_mean`` gives the mean over responses, the paper's eq. 5. The
     paper's low and high are 3e-4 and 4e-4, because the geometric mean s_i moves far less than a token's ratio.
 
-    On policy and without a correction s_i is 1. Each token then uses its own ratio, which gives the response the same
-    gradient, and the scope is "token". A correction w_t multiplies J at each token and leaves s_i unchanged.
+    On policy and without a correction, s_i is 1. The loss then uses each token's own ratio: the gradient is the same,
+    and the scope is only "token". A correction w_t multiplies J at each token and leaves s_i unchanged.
 
     Worked example (low = high = 0.2): two tokens with rho 1.5 and 1.2, A 2 have s = sqrt(1.8) = 1.342, clipped: J =
     2.4, no gradient. With rho 1.1 and 1.0, s = sqrt(1.1) = 1.0488 and J = 2.0976 at both tokens; the gradient of the

@@ -31,7 +31,7 @@ _PROBE_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "dr_grpo": {"length_share": 0.3},
     "dapo": {"clip_high": 0.28},
 }
-"""For each objective, arguments with which its clips or its scale change the loss of some hundred random tokens."""
+"""For each objective, arguments with which its clips or its scale take effect on some hundred random tokens."""
 
 
 def probe_objective(dtype: str, name: str = "clipped", args: Mapping[str, Any] = MappingProxyType({})) -> Objective:
@@ -181,7 +181,7 @@ def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
 
 
 def _not_additive(name: str, scope: Scope, whole: Result, parts: list[Result]) -> Iterator[str]:
-    """Yield a sentence for each value, and one for gradients, that differs when tokens are evaluated in two parts."""
+    """Yield a sentence for each value that changes if tokens are evaluated in two parts, and one if a gradient does."""
     unit = "token" if scope == "token" else "sequence"
     advice = f'a term depends on more than its {unit}; give the objective a wider scope than "{scope}"'
     for what, value, *of_parts in _values(whole, *parts):

@@ -80,7 +80,7 @@ def find(name: str) -> type[Any]:
 
 
 def build(name: str, settings: Mapping[str, Any], args: Mapping[str, Any]) -> Objective:
-    """Return the named objective; its fields get their values from ``args`` and from ``settings`` of the same name.
+    """Return the named objective. Each field takes the entry of its name in ``args``, or else in ``settings``.
 
     Raises ConfigError, which lists everything that is wrong.
     """
