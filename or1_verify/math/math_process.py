@@ -27,7 +27,7 @@ def _ready() -> Callable[[dict[str, Any]], dict[str, Any]]:
     logging.disable(logging.CRITICAL)
     if sys.argv[1] != "math_verify":
         return _verify
-    _parse_boxed("\\frac{1}{2}")  # builds the parser, which is slow: before "ready", within no limit
+    _parse_boxed("\\frac{1}{2}")  # builds the slow parser before "ready", when no time limit runs
     return _verify_as_released
 
 

@@ -62,7 +62,7 @@ class MathVerifier:
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
         """Judge a response: reward 1 if it ended by itself, closed its reasoning and answered with a gold, else 0.
 
-        The judge ``math_verify`` does as the released code, which checks neither the end nor the closed reasoning.
+        The judge ``math_verify``, like the released code, also judges truncated responses and unclosed reasoning.
         """
         started_s = time.perf_counter()
 

@@ -298,7 +298,7 @@ def _consistent(sides: tuple[Reading, ...]) -> bool:
 
 
 def _values(relation: Relation, as_gold: bool) -> list[Reading]:
-    """Return the values that a relation states: 5 for ``x = 5``, a for ``a \\approx b``. A gold states b as well."""
+    """Return the values that a relation states: 5 for ``x = 5``, a for ``a \\approx b`` (a gold also states b)."""
     if relation.operators[-1] == "~":
         exact = relation.sides[:-1]
         if relation.heads[0] and len(exact) == 1:
@@ -459,7 +459,7 @@ def _same_assignments(gold: Several, answer: Several, named: tuple[dict[str, Rea
     if any(isinstance(item, Relation) and not item.heads[0] for item in (*gold.items, *answer.items)):
         return False  # yx = 1
     left = list(ours.values()) if ours else gold.items
-    # Against a tuple an answer's values count in the order of their letters, not in the order that it lists them.
+    # Against a tuple, an answer's values count in the order of their letters, not in the order that it lists them.
     ordered = sorted((theirs or {}).items(), key=lambda named: "" if _LABEL.fullmatch(named[0]) else named[0])
     right = [value for _, value in ordered] if theirs else answer.items
     if _all_same(left, right):
@@ -504,4 +504,4 @@ _SPREAD_RULES: _Rules = (
     (Ratio, _same_ratio),
     (Several, _same_several),
 )
-"""``compare`` tries _WHOLE_RULES, then _SPREAD_RULES after ``spread``. The first rule for a side's type decides."""
+"""``compare`` tries _WHOLE_RULES, then (after ``spread``) _SPREAD_RULES. The first rule for either type decides."""

@@ -1,7 +1,7 @@
 """Compares what gold and answer say about their letters: where a formula holds, which numbers are meant.
 
-If both sides say something about a letter, both must say the same. If one side says nothing, a formula's condition
-may be left out, and so may the integers or reals that a parameter runs over.
+If both sides say something about a letter, both must say the same. An answer may leave out the gold's condition, but
+not add a restriction. Either side may leave out that a parameter runs over the integers or the reals.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def with_conditions(value: Reading, conditions: Sequence[Reading]) -> Reading:
 
 
 def _ranged(value: Reading, letter: str) -> Reading | None:
-    """Return ``value`` as a condition on the letter, an interval as ``letter \\in ...``; None if it is no range."""
+    """Return a range of the letter as a condition on it, an interval as ``letter \\in ...``; None for other values."""
     spans = None if isinstance(value, SetBuilder) else covered(value)
     if spans is None or names_of(value):
         return value if spans is not None and names_of(value) == {letter} else None
@@ -83,7 +83,7 @@ def _indices(reading: Reading) -> set[str]:
 
 
 def _counted(bound: Reading) -> NumberSet | None:
-    """Return the number set of an integer's bound: Z+ for ``n >= 1``, N0 for ``n >= 0``, None for others."""
+    """Return the number set to which a bound restricts an integer: Z+ for ``n >= 1``, N0 for ``n >= 0``, else None."""
     for low, name in ((1, "Z+"), (0, "N0")):
         spans = covered(bound)
         if spans and same_ranges(spans, (Interval(number_node(low), Node("infty"), True, False),)):
@@ -116,7 +116,7 @@ def _is_order(value: Reading) -> bool:
 
 
 def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Reading, Reading]) -> bool:
-    r"""Return whether a condition that only the answer has restricts it: ``x = 0``, a bound on k in ``k\pi``."""
+    r"""Return whether a condition in the answer alone restricts the answer: ``x = 0``, a bound on k in ``k\pi``."""
     head, tree = _formula(values[1])
     if tree is not None and not names <= {head, *symbols(tree)}:
         return True  # 9 for n = 3

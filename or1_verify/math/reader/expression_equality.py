@@ -34,7 +34,7 @@ def _points(names: list[str]) -> Iterator[tuple[bool, dict[str, mpmath.mpf]]]:
 
 
 def canonical(tree: Node) -> str:
-    """Return a text that is equal for trees that differ only in the order of terms and factors, or by -a for (-1)a."""
+    """Return the tree as a text that ignores the order of terms and factors; -a and (-1)a get the same text."""
     if (value := rational(tree)) is not None:
         return f"{value.numerator:x}/{value.denominator:x}"  # hexadecimal, because Python refuses long decimals
     if tree.op in ("add", "mul"):
@@ -80,7 +80,7 @@ def same_constant(left: Node, right: Node) -> bool:
 
 
 def _longest(tree: Node) -> int:
-    """Return the largest power of ten, up or down, in a constant or any part of it: 5 for 10^5 and for 10^-5."""
+    """Return the largest absolute exponent of ten in a constant or any part of it: 5 for 10^5 and for 10^-5."""
     value = abs(evaluate(tree, {}))
     return max([int(abs(mpmath.log10(value))) if value else 0, *map(_longest, tree.args)])
 
@@ -159,7 +159,7 @@ _CHECKED_POINTS = 200
 
 
 def _same_on_integers(left: Node, right: Node, names: list[str]) -> bool:
-    """Return whether both agree at integers: small ones, multiples and powers of their numbers, random ones."""
+    """Return whether both agree at small and random integers, and at multiples and powers of the numbers in them."""
     seen = 0
     with mpmath.workdps(60):
         for values in _integer_points(names, left, right):

@@ -53,7 +53,7 @@ def number_node(value: Fraction | int) -> Node:
 
 
 def number_of(spelling: str) -> Fraction:
-    """Return a numeral's exact value. Decimals repeat under a bar or dot, or if ``...`` follows a block three times."""
+    """Return a numeral's exact value. Repeating digits have a bar or dot, or stand 3 times or more before ``...``."""
     if len(spelling) > _MAX_DIGITS:
         raise Unreadable("a numeral of thousands of digits")
     if barred := re.fullmatch(r"(\d*)\.(\d*)\\(?:overline|dot)\s*\{?(\d+)\}?", spelling):

@@ -85,7 +85,7 @@ def members(built: SetBuilder) -> Several | None:
 
 
 def counted_on(reading: Reading) -> tuple[Interval, ...] | None:
-    r"""Return the interval of a set that goes on, [3, oo) for ``\{3, 4, 5, \ldots\}``; None for other readings."""
+    r"""Return [3, oo) for ``\{3, 4, 5, \ldots\}``, integers with an ellipsis at one end; None for other readings."""
     if not isinstance(reading, Several) or reading.brackets != "{}":
         return None
     shown = [rational(item.whole) for item in reading.items if isinstance(item, Quantity) and item.unit is None]
@@ -163,7 +163,7 @@ def _joined(parts: list[tuple[Interval, ...] | None]) -> tuple[Interval, ...] | 
 def _combined(
     parts: Sequence[tuple[Interval, ...] | None], combine: Callable[[set[int], list[set[int]]], set[int]]
 ) -> tuple[Interval, ...] | None:
-    """Return the set that ``combine`` makes of the whole line and the parts; None if a part is None or an end a letter.
+    """Return what ``combine`` makes of the whole line and the parts; None if a part is None or an end has a letter.
 
     ``combine`` works on sets of integers. The ends cut the line into points and gaps: the k-th end is the integer 2k,
     and the gap behind it 2k + 1.

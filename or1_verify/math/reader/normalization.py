@@ -51,7 +51,7 @@ _STYLE_MACROS = frozenset(_LATEX["style"].split())
 _UNITS_OF_RATE = re.compile(r"\s*\{\s*[A-Za-z]{1,3}\s*/\s*[A-Za-z]{1,3}(?:\s*\^\s*\{?\d\}?)?\s*\}")
 _MACRO = re.compile(r"\\([A-Za-z]+)(?:(?<=operatorname)\*)?")
 _SPELLINGS = {name: spelling for spelling, *names in map(str.split, _LATEX["same"].split(";")) for name in names}
-"""Spelling of a macro -> the one spelling that all of its spellings get."""
+"""Spelling of a macro -> the spelling that replaces it."""
 _SPACE = re.compile(r"\\[ ,;:!>]|~")
 _GROUPED = re.compile(r"(?<![\d.])(\d{1,3})((?:(?:\{,\}|,\\[!,;:] ?|\\[,;:!]| |\\ |,)\d{3})+)(?![\d])")
 _BRACED_SYSTEM = re.compile(

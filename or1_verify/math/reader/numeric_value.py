@@ -24,7 +24,7 @@ _MAX_EXPONENT = 4096.0
 
 
 class TooLarge(Or1Error):
-    """A value has more digits than we compute, or is a sum, product or the like, which we do not compute."""
+    """A value has more digits than we compute, or an operation that we never compute, such as a sum over k or a gcd."""
 
 
 class Undefined(Or1Error):

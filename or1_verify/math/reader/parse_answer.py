@@ -66,7 +66,7 @@ _EVERYTHING = frozenset({"all real numbers", "all reals", "all real number", "an
 
 
 def read(cleaned: str, rename: Callable[[list[Token]], list[Token]] | None = None) -> Reading:
-    """Return the typed answer that a cleaned text holds, after ``rename`` on its tokens. Raises Unreadable."""
+    """Return the typed answer that a cleaned text holds. ``rename`` changes its tokens first. Raises Unreadable."""
     words = plain(cleaned)
     if (known := _set_in_words(words)) is not None:
         return known

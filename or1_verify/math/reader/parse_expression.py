@@ -1,7 +1,7 @@
 r"""Parses tokens into an expression tree: the LaTeX of school and competition mathematics, without any guessing.
 
-Conventions where LaTeX leaves a choice: ``x^10`` is a tenth power (typed by hand); ``1/2x`` is ``(1/2)x``; ``\sin 2x``
-takes the product, up to the next function; ``2\frac13`` and ``2 1/3`` are mixed numbers; two numbers side by side are
+Conventions where LaTeX leaves a choice: ``x^10`` is a tenth power (typed by hand); ``1/2x`` is ``(1/2)x``;
+``\sin 2x \cos x`` is ``\sin(2x) \cos(x)``; ``2\frac13`` and ``2 1/3`` are mixed numbers; two numbers side by side are
 otherwise unreadable; ``f(x)`` is a value of an unknown function for f, g, F and G, and a product for other letters.
 """
 
@@ -281,7 +281,7 @@ class _Parser:
         return chosen or Node("sym", name=letter)
 
     def chosen(self, letter: str) -> Node | None:
-        """Read ``C_n^k`` or ``C^k_n`` as combinations, and A or P with such scripts as arrangements."""
+        """Read ``C_n^k`` or ``C^k_n`` as combinations, and ``A_n^k`` or ``P_n^k`` as arrangements."""
         start = self.at
         parts = self.scripts(self.argument)
         if len(parts) < 2:
@@ -387,7 +387,7 @@ class _Parser:
         return Node(name, (argument,) if base is None else (argument, base))
 
     def extend(self, argument: Node) -> Node:
-        """Multiply an argument by the factors behind it, as x in ``\\sin 2x``, up to a function, bracket or sign."""
+        """Multiply an argument by the factors behind it (2 by x in ``\\sin 2x``), up to a function, bracket or sign."""
         while self.starts_factor() and not self.is_next("(", "[", "|", *FUNCTIONS):
             argument = self.juxtaposed(argument)
         if self.is_next("/") and (following := self.peek(1)) and following.kind == "number":

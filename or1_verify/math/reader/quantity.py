@@ -37,7 +37,7 @@ class Quantity:
 
     @property
     def whole(self) -> Node:
-        """One tree with the unit, percent sign and noun inside, so that rules that compare trees tell 5 cm from 5 m."""
+        """One tree with the unit, percent sign and noun in it, so that the trees of 5 cm and 5 m differ."""
         beside = (self.unit, self.percent, "" if change_nothing(self.noun.split()) else self.noun)
         return Node("beside", (self.tree, Node("sym", name=repr(beside)))) if any(beside) else self.tree
 
@@ -48,8 +48,8 @@ class Quantity:
 def factors(gold: Quantity, answer: Quantity) -> tuple[Fraction, ...]:
     """Return the factors by which the answer's number may be multiplied to be in the gold's unit or percent form.
 
-    If one side has no unit, it has the other's. If only the answer has a percent sign, the factor is 1/100. The result
-    is () if the two cannot be compared.
+    A side without a unit is taken to be in the other side's unit. If only the answer has a percent sign, the factor is
+    1/100. The result is () if the two cannot be compared.
     """
     if gold.percent or answer.percent:
         if gold.unit or answer.unit:

@@ -17,7 +17,7 @@ _Rename = Callable[[str, str], tuple[str, str] | None]
 
 
 def renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | None:
-    """Return a function that renames a letter in the answer's tokens to the gold's; None if none is to be renamed."""
+    """Return a function that renames a letter of the answer to the gold's letter; None if nothing is to be renamed."""
     declared = (partial(_declared, pattern) for pattern in (_INTEGER, _ARGUMENT, _TUPLE_OF_REAL))
     rules: tuple[_Rename, ...] = (*declared, _integers, lambda a, b: _integers(b, a), _reals, _constants)
     for rule in rules:
@@ -32,13 +32,13 @@ def renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | N
 
 
 def _declared(pattern: str, gold: str, answer: str) -> tuple[str, str] | None:
-    """Return (gold's, answer's) letter that ``pattern`` finds declared; None unless each text declares just one."""
+    """Return the letters (in gold, in answer) that ``pattern`` finds declared; None unless each text has just one."""
     names = [set(re.findall(pattern, text)) for text in (gold, answer)]
     return (names[0].pop(), names[1].pop()) if len(names[0]) == len(names[1]) == 1 else None
 
 
 def _reals(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return (gold's, answer's) parameter of a point such as ``(t, 2t)``, if only the gold says ``t \\in R``.
+    """Return the parameters (in gold, in answer) of a point such as ``(t, 2t)``, if only the gold says ``t \\in R``.
 
     The answer's parameter is its only letter that the gold lacks. None if there is no such letter.
     """
@@ -48,7 +48,7 @@ def _reals(gold: str, answer: str) -> tuple[str, str] | None:
 
 
 def _constants(gold: str, answer: str) -> tuple[str, str] | None:
-    """Return (gold's, answer's) constant of integration, for a gold in x or t; None if there is none."""
+    """Return the constants of integration (in gold, in answer), for a gold in x or t; None if there are none."""
     ours, theirs = _symbols(gold), _symbols(answer)
     constants, others = ours - theirs, theirs - ours
     named = re.search(r"C\s*(?:\(|[^=]*=)|[ABD-Z]", gold) if constants == {"C"} else not re.search(r"c_", gold)
@@ -68,7 +68,7 @@ def _integers(one: str, other: str) -> tuple[str, str] | None:
     """Return the letters (in ``one``, in ``other``) that stand for the same integer, or None.
 
     ``one`` declares its letter (``k \\in Z``); ``other`` declares none, and has just one of k, l, m, n. The k of
-    ``x = k\\pi``, a solution of a trigonometric equation, counts as declared. Neither text has the other's letter.
+    ``x = k\\pi``, a solution of a trigonometric equation, counts as declared. Neither letter may be in both texts.
     """
     names = set(re.findall(_INTEGER, one))
     if re.search(_INTEGER, other):

@@ -1,7 +1,7 @@
 r"""Compares families of values over the integers: ``x = \pi/4 + k\pi``, ``x = 2k\pi \pm \pi/3``, ``n = 3m - 2``.
 
-Two families are the same if they have the same members around 0, with any start of k and any number of formulas:
-``x = \pi/6 + 2k\pi`` or ``x = 5\pi/6 + 2k\pi`` is ``x = (-1)^k \pi/6 + k\pi``.
+Two families are the same if they have the same members around 0, no matter which member k = 0 gives and how many
+formulas each has: ``x = \pi/6 + 2k\pi`` or ``x = 5\pi/6 + 2k\pi`` is ``x = (-1)^k \pi/6 + k\pi``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNKNOWN = re.compile(r"[a-xz]|\\[a-z]+ ")
 """Names that an unknown may have. y is excluded, because ``y = 2n + 1`` is a function of n."""
 
 _LOOKED_AT = 60
-"""The parameter runs from -60 to 60. Values are compared as far from 0 as all formulas reach."""
+"""The parameter runs from -60 to 60. Values are compared up to the distance from 0 that every formula reaches."""
 _FEWEST = 6
 _DIGITS = 40
 

@@ -65,7 +65,7 @@ def bases(gold: str, answer: str, _: SameValue) -> bool | None:
 
 
 def times(gold: str, answer: str, _: SameValue) -> bool | None:
-    """Compare times of day on a 12- or 24-hour clock. If one side has no am or pm, it has the other side's."""
+    """Compare times of day on a 12- or 24-hour clock. A time that can be am or pm agrees with both."""
     both = [_TIME.fullmatch(re.sub(r" ?([ap])\.? ?m\.?$", r"\1m", plain(text))) for text in (gold, answer)]
     if not (both[0] and both[1]):
         return False if both[0] and _is_clock(both[0]) and plain(gold) not in plain(answer) else None
@@ -74,7 +74,7 @@ def times(gold: str, answer: str, _: SameValue) -> bool | None:
 
 
 def _is_clock(match: re.Match[str]) -> bool:
-    """Return whether ``10:30`` must be a time. A ratio would be in lowest terms, without a leading zero."""
+    """Return whether ``10:30`` cannot be a ratio: 10 and 30 have a common factor, or the minutes begin with 0."""
     if match[2] is None or int(match[1]) > 24:
         return False
     return match[2].startswith("0") or math.gcd(int(match[1]), int(match[2])) > 1
@@ -130,7 +130,7 @@ def _date(text: str) -> tuple[str, int, str | None] | None:
 
 
 def several_choices(gold: str, answer: str, _: SameValue) -> bool | None:
-    """Compare several letters of a multiple choice: ``ABD``, ``A, B, D``. The gold's must be in alphabetical order."""
+    """Compare several choices: ``ABD``, ``A, B, D``. The letters of the gold must be in alphabetical order."""
     bare = [re.sub(r"\(\s*([A-H])\s*\)", r"\1", text) for text in (gold, answer)]
     texts = [re.sub(r"«?\band\b»?|[\\{}«»,;\s]", "", text) for text in bare]
     if texts[0] not in _RISING or not re.fullmatch("(?:[A-H]|or)+", texts[1]):

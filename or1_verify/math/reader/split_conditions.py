@@ -1,4 +1,4 @@
-r"""Splits the conditions on its letters off an answer: ``k \in \mathbb{Z}``, "where n is ...", "with domain [0, 1]".
+r"""Splits an answer from the conditions on its letters: ``k \in \mathbb{Z}``, "where n is ...", "with domain [0, 1]".
 
 Each becomes a condition ``letter \in ...`` with a number set, an interval, or words that no rule knows. So two answers
 that say different things about a letter are told apart. Inequalities stay in the answer, behind a comma.
@@ -148,7 +148,7 @@ def _conditions(part: list[Token], items: Sequence[Token], read: Callable[[list[
 
 
 def _argument(items: Sequence[Token]) -> Token:
-    """Return the variable of a formula: x for ``f(x) =``; without that the right side's only letter, or else x."""
+    """Return the variable of a formula: t for ``f(t) =``, else the only letter of the right side, else x."""
     if match := _ARGUMENT.match(spelling(items)):
         return Token("symbol", match[1])
     start = next((index for index, token in enumerate(items) if token.text == "="), -1)

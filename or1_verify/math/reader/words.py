@@ -39,7 +39,7 @@ HEDGES = frozenset((*WORDS["hedges"].split(), *NUMBER_WORDS, *MULTIPLIERS))
 """Words that change the meaning of a number beside them. A text with such a word is not read as a number."""
 
 NEUTRAL = frozenset(WORDS["neutral"].split())
-"""Words beside a number that do not change the answer: what is counted, and how. All other words belong to it."""
+"""Words beside a number that change nothing: "apple", "each", "total". All other words are part of the answer."""
 
 _ABROAD = frozenset(WORDS["abroad"].split())
 LEAD_INS = _ABROAD | frozenset(WORDS["lead_ins"].split())
