@@ -59,7 +59,7 @@ def last_box(text: str) -> str | None:
 
 
 def is_answered_once(text: str) -> bool:
-    """Return whether no box of a text contradicts the last box (or list): each repeats the last box or a part of it."""
+    """Return whether all boxes of a text agree: each repeats the last box (or list), or a part of it."""
     last = {part for content in _last_boxes(text) for part in (content, content.partition("=")[2])}
     contents = [_boxed(text, box)[0] for box in _BOX.finditer(text)]
     return all(content in last or _BOX.search(content) for content in contents)

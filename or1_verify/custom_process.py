@@ -67,7 +67,7 @@ def caller(verify: Callable[..., Any]) -> Callable[[Problem, str], Any]:
 
 
 def _as_verl(problem: Problem, response: str) -> dict[str, Any]:
-    """Return the keyword arguments of verl's reward functions. A ground truth of one answer is that answer."""
+    """Return the keyword arguments of verl's reward functions. A list of one answer is passed as that answer."""
     try:
         golds = json.loads(problem.ground_truth)
     except ValueError:

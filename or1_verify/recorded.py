@@ -55,7 +55,7 @@ def verify_file(
     called with each new verdict.
 
     Raises:
-        DataError: ``path`` has no rows or unusable ones, or ``out`` is the input, is of other rows, or has no folder.
+        DataError: ``path`` has no rows or unusable ones; or ``out`` is the input, holds other rows, or has no folder.
     """
     if path.exists() and out.exists() and out.samefile(path):
         raise DataError(f"{out}: is the input; expected another file for the verdicts (--out)")

@@ -59,7 +59,7 @@ async def rubric(completion: Any, answer: Any, **_: Any) -> float:
 
 
 def _verdict(truth: Any, completion: Any, truncated: bool = False) -> Future[Verdict]:
-    """Start to judge a completion, a text or messages, of which the last counts. Raises ValueError for a bad truth."""
+    """Start to judge a completion: a text, or the last of several messages. Raises ValueError for a bad ``truth``."""
     try:
         decoded = json.loads(truth) if isinstance(truth, str) else truth
     except ValueError:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 VerdictStatus = Literal["right", "wrong", "truncated", "no_answer", "unreadable", "timeout", "error"]
 """Outcome of a verdict; pass rates count ``right``. ``unreadable``: no gold answer can be parsed, and none has the
-answer's text. ``timeout`` and ``error``: the verifier failed, so the response does not count as a wrong answer."""
+same text as the answer. ``timeout``, ``error``: the verifier failed, so the response does not count as wrong."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ class MegatronCheckpoint:
         return made.view(count, *rest)
 
     def _chunks_of(self, key: str, index: tuple[int, ...]) -> list[ChunkStorageMetadata]:
-        """Return the chunks that hold parts of entry ``index`` of stack ``key``. The first call sorts all by entry."""
+        """Return the chunks with parts of entry ``index`` of stack ``key``. All chunks are sorted at the first call."""
         with self._lock:
             if key not in self._entries:
                 by_entry: defaultdict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
@@ -173,7 +173,7 @@ def _slices(offsets: torch.Size, lengths: torch.Size) -> tuple[slice, ...]:
 
 
 def resolve(folder: Path) -> Path:
-    """Return ``folder`` if it is a checkpoint, else the checkpoint in it that Megatron-LM's file names as newest."""
+    """Return ``folder`` if it is a checkpoint, else the checkpoint that its latest_checkpointed_iteration.txt names."""
     if not folder.is_dir():
         raise ConvertError(f"checkpoint {folder} does not exist")
     newest = folder / _NEWEST

@@ -1,4 +1,4 @@
-"""Maps HF rows (so no padding of the vocabulary) to Megatron rows for conversion, and names tensors in checkpoints.
+"""Maps HF rows, which include no padding of the vocabulary, to Megatron rows, and names tensors in checkpoints.
 
 A checkpoint stacks the tensors that all layers have: ``decoder.layers.7.mlp.linear_fc2.weight`` is entry 7 of
 ``decoder.layers.mlp.linear_fc2.weight`` [L, H, F], and an expert's weight is an entry of [L, E, ...]. If layers differ
@@ -70,7 +70,7 @@ class MegatronTensor:
         return (*self.stack, *self.shape)
 
     def unstacked(self, key: str) -> str:
-        """Return the name, with the layer's number, of stack ``key`` in a checkpoint that does not stack layers."""
+        """Return ``key`` with this tensor's layer number: its name in a checkpoint that does not stack layers."""
         return key.replace("decoder.layers.", f"decoder.layers.{self.layer}.") if self.layer is not None else key
 
 
@@ -95,7 +95,7 @@ def megatron_tensors(family: ModelFamily, hf: HFConfig) -> list[MegatronTensor]:
 
 
 def draft_tensor(name: str, shape: tuple[int, ...]) -> MegatronTensor:
-    """Return a multi-token-prediction tensor (``weights.files.is_draft``), which a checkpoint holds as HF does."""
+    """Return a multi-token-prediction tensor (``weights.files.is_draft``). Checkpoints use its HF name and shape."""
     return MegatronTensor((name,), (), (), shape, (HFSource(name, shape, (Run(0, 0, shape[0]),)),), None)
 
 
@@ -109,7 +109,7 @@ def _alike(names: list[str]) -> bool:
 
 
 def _stacked(name: str, layers: int, experts: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return (name of a tensor's stack, its leading sizes, index in it). With ``layers`` 0, layers are not stacked."""
+    """Return (name of the stack, its leading sizes, index in the stack). With ``layers`` 0, layers are not stacked."""
     stack: tuple[int, ...] = ()
     index: tuple[int, ...] = ()
     if layers and (match := _LAYER.match(name)):

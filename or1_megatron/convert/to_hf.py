@@ -191,7 +191,7 @@ def megatron_to_hf(
 
 
 def _hf_of_run(checkpoint: Path) -> Path | None:
-    """Return the HF folder that a checkpoint's run started from or, without it, the run's export; None without both."""
+    """Return the HF folder that a checkpoint's run started from, or else the run's export; None if neither exists."""
     checkpoint = checkpoint.resolve()  # ``best`` is a link
     run = RunFolder(checkpoint.parents[1])
     if step_of(checkpoint) is None or not run.config.is_file():

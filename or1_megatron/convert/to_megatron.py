@@ -147,7 +147,7 @@ def hf_to_megatron(
     """Make the checkpoint ``out`` from the HF folder ``hf``.
 
     Args:
-        dtype: dtype of the checkpoint; None: the HF folder's.
+        dtype: dtype of the checkpoint; None: the dtype of the HF folder.
 
     Raises:
         ModelError: the HF folder cannot be used.

@@ -47,7 +47,7 @@ class FaultRecord:
         self.path = folder / "faults.jsonl"
 
     def write(self, fault: Fault) -> None:
-        """Append a line. If the disk is full or missing, the line is lost; the run's other writes report the disk."""
+        """Append a line. If the disk is full or missing, the line is lost; the run's other writes raise the error."""
         row = {"time_s": fault.time_s, "kind": fault.kind, "who": fault.who, "why": fault.why}
         _append(self.path, json.dumps(row) + "\n")
 

@@ -31,7 +31,7 @@ from or1_megatron.runtime.timeline import join
 BEAT_S: Final = 1.0
 _BYTES: Final = 1024
 _WORDS: Final = 100
-"""Characters of ``who`` and of ``doing``, at most."""
+"""Largest number of characters of ``who``, and of ``doing``."""
 _FRAMES: Final = 10
 
 

@@ -58,7 +58,7 @@ def host_memory(mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path("
 def memory_cgroups(mounts: Path, membership: Path, up_to_root: bool) -> Iterator[tuple[Path, bool]]:
     """Yield (folder, whether it is v2) of this process's memory cgroups, with ``up_to_root`` also of their parents.
 
-    In a container ``membership`` may name a host's path that is absent below ``mounts``; only the root counts then.
+    In a container, ``membership`` may name a path of the host that ``mounts`` lacks; then only the root has files.
     """
     lines = membership.read_text().splitlines() if membership.is_file() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):

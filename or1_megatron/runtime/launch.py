@@ -192,7 +192,7 @@ class _Supervisor:
     def kill(self) -> list[int]:
         """Kill the ranks and all processes that they started; return the pids of processes that were still there.
 
-        The watchdog also knows the processes that a Ray cluster from before the run has started for this run.
+        A Ray cluster from before the run may have started some of these processes; only the watchdog knows them.
         """
         pids = {process.pid for process in psutil.Process().children(recursive=True)}
         if self._watchdog is not None:

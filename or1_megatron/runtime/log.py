@@ -70,7 +70,7 @@ def _for_console(record: logging.LogRecord) -> bool:
 def set_up_logging(folder: Path, rank: int) -> None:
     """Append this process's log lines to ``folder/rank_N.log``; print our warnings and all errors on the console.
 
-    The file also gets the traces of uncaught exceptions, also in threads, and of fatal signals (segmentation fault,
+    The file also gets the traces of uncaught exceptions in any thread, and of fatal signals (segmentation fault,
     abort). A second call replaces the first call's handlers. Raises OSError when the file cannot be opened.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class RunRecord:
     """The observer and tracker that writes metrics and rollouts to the run's folder and to the configured trackers.
 
-    The first record opens the files, and deletes the records of earlier sessions after the checkpoint from which the
-    run resumes (``resumed``). If ``resumed`` was not called, all earlier records are deleted.
+    The first record opens the files, and deletes what earlier sessions recorded after the checkpoint from which the run
+    resumes (``resumed``). If ``resumed`` was not called, all earlier records are deleted.
     """
 
     def __init__(self, folder: RunFolder, track: TrackConfig, config: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ class RunRecord:
         self._resumed_at = step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step, the memory in use and the counts of faults. They are on disk on return.
+        """Write the metrics of a step, the memory in use and the counts of faults. All are on disk on return.
 
         Raises DiskFullError, which names the file.
         """
@@ -62,7 +62,7 @@ class RunRecord:
         kept: Sequence[AdvantagedGroup],
         scores: TokenScores | None = None,
     ) -> None:
-        """Write the rollouts of every n-th step in the background. Raises the error of an earlier step's write."""
+        """Write rollouts on a thread if ``rollouts_every_steps`` divides ``step``. Raises errors of earlier writes."""
         if step % self._track.rollouts_every_steps == 0:
             self._opened()[1].write(step, stage, groups, kept, scores)
 
@@ -72,7 +72,7 @@ class RunRecord:
             store.wait_written()
 
     def verb_started(self, step: int, verb: str) -> None:
-        """Do nothing: times per verb are part of their step's metrics."""
+        """Do nothing: the step's metrics already have the time of each verb (method of the loop)."""
 
     def held_out(self, groups: Sequence[Group]) -> None:
         """Take the responses to a held-out set; ``evaluated`` writes them."""

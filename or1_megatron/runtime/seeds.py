@@ -35,7 +35,7 @@ def seed_everything(seed: int, rank: int) -> int:
 
 
 def random_state() -> Mapping[str, Any]:
-    """Return copies of this rank's generator states. Megatron's generators are left out: there is no dropout."""
+    """Return copies of this rank's generator states. Megatron's are left out: only dropout would draw from them."""
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

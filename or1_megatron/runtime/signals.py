@@ -1,7 +1,7 @@
 """Stop signals (pre-emption): SIGTERM and SIGUSR1 ask a rank to save and exit within a grace period.
 
-Our launcher asks its ranks with SIGUSR1. For these ranks SIGTERM means "end now": torchrun's agent sends it when
-another rank has failed. A scheduler may send SIGTERM to all processes of a job; the launcher's SIGUSR1 follows then.
+Our launcher asks its ranks with SIGUSR1. SIGTERM makes these ranks end, unless SIGUSR1 follows within 2 s: torchrun's
+agent sends SIGTERM when another rank has failed, but a scheduler may send it to all processes of a job.
 
 A Python signal handler runs only when the main thread returns from C, which in a collective would be too late. But
 Python's C-level handler writes the signal's number to a pipe at once, so a thread that reads the pipe sees it.
@@ -130,7 +130,7 @@ class StopRequested:
         threading.Thread(target=self._enforce_grace, args=(number,), name="stop-grace", daemon=True).start()
 
     def _end_unless_saving(self) -> None:
-        """End this rank after ``_LAST_WORDS_S``, because another rank has failed, unless it is saving or has saved."""
+        """End this rank ``_LAST_WORDS_S`` after SIGTERM (another rank has failed), unless it saves or has saved."""
         time.sleep(_LAST_WORDS_S)
         if not (self._finished.is_set() or self._requested.is_set()):
             os._exit(PART_LOST)

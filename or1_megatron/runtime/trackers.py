@@ -52,7 +52,7 @@ class TensorBoardTracker:
     """
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        """``first_step``: the first step to come. TensorBoard drops the records of earlier files from this step on."""
+        """``first_step``: the first step to be written. TensorBoard drops it and later steps from earlier files."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -242,9 +242,9 @@ class BackgroundTracker:
         self._thread.start()
 
     def fill(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
-        """Log the rows of metrics.jsonl from the tracker's ``next_step`` on; without this attribute, log nothing.
+        """Log the rows of metrics.jsonl that a killed session may not have sent: from the tracker's ``next_step`` on.
 
-        A killed session may not have sent its last rows. Rows that the tracker already has stay."""
+        A tracker without this attribute gets none of them. Rows that a tracker already has are not replaced."""
         last = max(rows, default=-1)
         next_step: int = getattr(self._tracker, "next_step", last + 1)
         for step, row in rows.items():

@@ -38,7 +38,7 @@ from or1_megatron.runtime.processes import (
 
 _LOOK_S: Final = 1.0
 _LATE_S: Final = 4.0
-"""If the watchdog itself did not run for longer than this, all waiting times restart: nobody else may have run."""
+"""If the watchdog's last look is longer ago than this, all waiting times restart: the whole machine may have paused."""
 _BUSY_FACTOR: Final = 6.0
 _DISK_FACTOR: Final = 20.0
 _ON_CORES: Final = 0.2

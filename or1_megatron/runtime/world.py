@@ -21,7 +21,7 @@ def several_nodes() -> bool:
 
 
 def ranks_per_node(world: int) -> int:
-    """Return the number of ranks on each node, where the run has ``world`` ranks."""
+    """Return the number of ranks on each node of a run with ``world`` ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 

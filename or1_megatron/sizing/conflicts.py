@@ -56,7 +56,7 @@ def kv_tokens(config: Config, shape: Shape) -> int | None:
 
 
 def engine_state_bytes(config: Config, shape: Shape) -> int:
-    """Return how many bytes of a rank's KV cache ``max_concurrent`` sequences need for delta nets and windows."""
+    """Return the bytes of a rank's KV cache that delta nets and windows take for ``max_concurrent`` sequences."""
     rollout = config.rollout
     return rollout.max_concurrent * shape.state_bytes(config.model.dtype) // rollout.tensor_parallel
 
@@ -274,7 +274,7 @@ def within_reach(config: Config, stage: StageConfig, problems: Sequence[int]) ->
 
 def _algorithm_conflicts(config: Config) -> Iterator[str]:
     """Yield a line for each key that the objective does not use, for an overlong penalty of every response, and for a
-    dual clip that never acts: with N_SGD = 1 the ratio is 1, unless older weights sampled without ``correction``."""
+    dual clip that never acts. With N_SGD = 1 the ratio is 1, unless older weights sample and ``correction`` is off."""
     algorithm = config.algorithm
     yield from dict.fromkeys(line for stage in config.stages for line in objective_conflicts(algorithm, stage))
     soft = algorithm.advantage.overlong_tokens

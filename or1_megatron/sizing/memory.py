@@ -210,8 +210,8 @@ def offloaded_bytes(config: Config, shape: Shape) -> int:
 def state_bytes(config: Config, weights: StageWeights) -> int:
     """Return the bytes of a rank's weights, gradients and optimizer state.
 
-    The weights include a KL reference's. Only trained weights have fp32 gradients and optimizer state. A rank holds
-    1 / ``optimizer_ranks`` of the fp32 master weights (only for bf16) and of two fp32 moments.
+    The weights include those of a KL reference. Only trained weights have fp32 gradients and optimizer state. A rank
+    holds 1 / ``optimizer_ranks`` of the fp32 master weights (only for bf16) and of two fp32 moments.
     """
     own, reference = BYTES[config.model.dtype], weights.dense + weights.experts if config.loads_reference else 0
     total = (weights.held + reference) * own + 4 * sum(weights.trained)
@@ -221,8 +221,8 @@ def state_bytes(config: Config, weights: StageWeights) -> int:
 def activation_bytes(config: Config, shape: Shape, stage: int, device: Device) -> int:
     """Return the bytes of activations that a rank of pipeline stage ``stage`` holds, over all micro-batches in flight.
 
-    A micro-batch is a packed row of ``micro_batch_tokens`` tokens. Every layer keeps ``layer_numbers`` per token. The
-    layer being computed holds all its activations, and as many gradients. The last stage also has the head's workspace.
+    A micro-batch is a packed row of ``micro_batch_tokens`` tokens. A layer keeps ``layer_numbers`` numbers per token.
+    The layer being computed holds all activations and as many gradients. The last stage also has the head's workspace.
     """
     parallel = config.parallel
     own = device == "cpu" or parallel.layers == "own" or config.model.dtype == "float32"

@@ -64,7 +64,7 @@ def check_tests(decoded: Mapping[str, Any]) -> tuple[ProgramTest, ...]:
 
 
 def _whole_functions(module: ast.Module) -> set[str]:
-    """Return the names of a module's functions that have a body. A prompt's functions have only a docstring."""
+    """Return the names of a module's functions that have a body, unlike a prompt's functions with only a docstring."""
     return {
         node.name
         for node in module.body
@@ -148,8 +148,8 @@ def _has_result(node: ast.expr, remote: set[str], results: set[str]) -> bool:
 def _judged_inside(test: ast.expr, remote: set[str], results: set[str]) -> bool:
     """Return whether the submission alone decides if ``test`` holds.
 
-    It does if one of its functions gets one of its results, or if only its own calls are compared. ``results``: the
-    variables that hold results of the submission.
+    It does if a function of the submission gets a result of the submission, or if all sides of a comparison are calls
+    of the submission. ``results``: the variables that hold results of the submission.
     """
     if isinstance(test, ast.BoolOp):
         return any(_judged_inside(value, remote, results) for value in test.values)

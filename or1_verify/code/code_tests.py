@@ -58,7 +58,7 @@ CodeTest = StdinTest | CallTest | ProgramTest
 
 @dataclass(frozen=True, slots=True)
 class CodeTests:
-    """All tests of one problem. ``prefix``: source that runs before the submission's, without expected results.
+    """All tests of one problem. ``prefix``: source that runs before the submission, and holds no expected results.
 
     ``starter``: source whose annotations say which arguments are nodes, if the submission has no such annotations.
     """

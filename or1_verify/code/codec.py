@@ -1,4 +1,4 @@
-"""Encodes Python values as plain JSON and back, to pass them between a submission's process, a test program's and ours.
+"""Encodes Python values as plain JSON and back, to pass them between submissions, test programs and our process.
 
 This file imports only the standard library, because the programs inside the sandboxes import it too. Decoding makes
 only exact built-in types and LeetCode's ListNode and TreeNode, never an object of the sender's classes.

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_TEST_BYTES = 1 << 30
-"""Largest decompressed size of one problem's private tests. LiveCodeBench's have at most a few hundred MB."""
+"""Largest decompressed size of one problem's private tests. In LiveCodeBench they have at most a few hundred MB."""
 
 _STRINGS = frozenset({"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE"})
 _HARMLESS = frozenset({"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"})

@@ -1,8 +1,8 @@
 """Runs a problem's tests against a submission in sandboxes, and yields the outcome of each test.
 
-One sandbox holds the submission and a test's input, another a test program or a checker; expected outputs stay in this
-process, which compares them. A call's answer counts only if it repeats the nonce that came with the call, so anything
-that a submission writes before a call or out of turn is ignored.
+One sandbox holds the submission and a test's input; a test program or a checker has another. Expected outputs stay in
+this process, which compares them. A call's answer counts only if it repeats the nonce that came with the call, so
+anything that a submission writes before a call or out of turn is ignored.
 """
 
 from __future__ import annotations

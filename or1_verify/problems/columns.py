@@ -12,7 +12,7 @@ from or1_verify.problems.rows import MISSING, RowError, shown
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One problem read from a row of any column layout. ``source``: the set's part that the row names, or ""."""
+    """One problem read from a row of any column layout. ``source``: the part of the set that the row names, or ""."""
 
     ability: str
     statement: str
@@ -45,7 +45,7 @@ class Columns:
         return self.verbatim(*names).strip()
 
     def verbatim(self, *names: str) -> str:
-        """Return a column's text unstripped, as every character of a prompt counts; "" for null or white space."""
+        """Return a column's text unstripped, because each character of a prompt counts; "" for null or white space."""
         name = self._first(names)
         value = self.row[name]
         if value is None:

@@ -130,7 +130,7 @@ def _areal(row: Columns) -> Published:
 
 
 def _rlvr(row: Columns) -> Published:
-    """Read a row of RLVR. The prompt is the user's message with its worked examples. Raises RowError unless math."""
+    """Read a row of RLVR. The prompt is the user's message with its worked examples. Raises RowError if not math."""
     named, truth = (
         value[0] if isinstance(value, list) and len(value) == 1 else value
         for value in (row.row.get("dataset") or "math", row.row["ground_truth"])

@@ -76,7 +76,7 @@ Text = Annotated[NonEmpty, AfterValidator(_not_blank)]
 
 
 def _whole(value: Any) -> Any:
-    """Return a float without a fraction, as pandas writes integers, as an integer; NaN as None; others unchanged."""
+    """Return a whole float as an integer (pandas writes integers as floats), NaN as None, other values unchanged."""
     if isinstance(value, float):
         return None if math.isnan(value) else int(value) if value.is_integer() else value
     return value

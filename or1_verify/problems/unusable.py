@@ -40,7 +40,7 @@ class UnusableRows:
 
         Args:
             file: receives the rows as JSON lines {row, reason, message}, unless the error's message shows all of them.
-            setting: the setting that leaves such rows out, such as ``data.unusable=drop``, for the messages.
+            setting: for the messages, the setting that leaves unusable rows out, for example ``data.unusable=drop``.
         """
         if policy == "refuse":
             self.refuse(file, f"\nCorrect them, or leave them out with {setting}")

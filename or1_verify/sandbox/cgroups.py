@@ -173,7 +173,7 @@ def _split_bases() -> dict[str, Path]:
 
 
 def _existing(mount: Path, path: str) -> Path:
-    """Return the folder of a cgroup. In a container that shows only its own part of the tree, it is ``mount``."""
+    """Return the folder of a cgroup. In a container that shows only its own part of the tree, this is ``mount``."""
     folder = mount / path.lstrip("/")
     return folder if folder.is_dir() else mount
 

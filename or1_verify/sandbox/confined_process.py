@@ -112,7 +112,7 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
     def wait_at_gate(self, cgroups: CgroupPool | None) -> None:
         """Put the runner into a cgroup of ``cgroups``, and wait until it is confined.
 
-        Raises SandboxFailure if the runner is late or ends first. The message has what an ended runner wrote.
+        Raises SandboxFailure if the runner is late, or if it ends first; the message then has what the runner wrote.
         """
         self.gate.settimeout(_SET_UP_S)
         try:
@@ -312,7 +312,7 @@ def memory_file(name: str, content: bytes) -> int:
 
 
 def _write(descriptor: int, unsent: memoryview) -> memoryview:
-    """Write as many bytes as a pipe takes, and return the rest; if nobody reads the pipe any more, nothing."""
+    """Write as many bytes as a pipe takes, and return the rest, which is empty if nobody reads the pipe any more."""
     try:
         return unsent[os.write(descriptor, unsent) :]
     except BlockingIOError:

@@ -19,7 +19,7 @@ WALL_PER_CPU = 2.0
 """Ratio of a run's wall time limit to its CPU time limit."""
 
 _STACK_BYTES = 128 << 20
-"""Size of the main thread's stack, which cached recursive functions fill. Linux always keeps as much free for it."""
+"""Size of the main thread's stack, which cached recursive functions fill. Linux always keeps this much room for it."""
 
 _CONFIG = VerifyConfig()
 _EXCEEDED = {
@@ -134,7 +134,7 @@ def node_memory_bytes(config: VerifyConfig) -> int:
 def configured_limits(config: VerifyConfig, in_cgroup: bool) -> SandboxLimits:
     """Return the limits of a run that the section ``verify`` sets.
 
-    Without cgroups nothing limits the sum of all programs' memory, so each worker gets an equal part of the node's.
+    Without cgroups nothing limits the memory of all programs together, so the node's limit is divided among workers.
     """
     most_bytes, most_key = node_memory_bytes(config), "verify.node_memory_bytes"
     if not in_cgroup:

@@ -81,8 +81,8 @@ def open_streams(open_path: Any) -> Any:
 def lift_c_recursion_limit() -> None:
     """Let this thread's recursion through C, as in cached functions, go as deep as the thread's stack.
 
-    CPython 3.12 and 3.13 stop it at a fixed depth, which honest programs exceed; others do not count it.
-    The number of calls left follows the recursion limit in the thread's state (Include/cpython/pystate.h).
+    CPython 3.12 and 3.13 stop it at a fixed depth, which honest programs exceed; other versions do not count it.
+    In the thread's state, the number of calls left is stored after the recursion limit (Include/cpython/pystate.h).
     """
     if not (3, 12) <= sys.version_info < (3, 14):
         return

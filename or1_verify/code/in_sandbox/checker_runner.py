@@ -1,7 +1,7 @@
 """Runs a problem's Python checker inside a sandbox.
 
-Standard input: a JSON list of the checker's source and the JSON of its encoded arguments. The submission has ended
-before, and only its output is here, as data. Standard output: {"accepted": bool}, or {"broken": words}.
+Standard input: a JSON list of the checker's source and the JSON of its encoded arguments. The submission
+has ended by now, and only its output is here, as data. Standard output: {"accepted": bool}, or {"broken": words}.
 """
 
 from __future__ import annotations
