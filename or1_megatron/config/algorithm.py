@@ -163,8 +163,8 @@ class EntropyConfig(Section):
     kept: the responses of groups that were not rejected. Recipe: the released code measures after rejection
     (docs/recipe.md, section 2)."""
     gate: Literal["now", "late", "off"] = "now"
-    """Which entropy is compared with the target; if it is above, the bonus is off. now: e_k; late: e_{k-1}; off: none,
-    the bonus is always on. Recipe: now in the paper (section 3.2.5); the released code is one step late
+    """Which entropy turns the bonus off if it is above the target. now: e_k; late: e_{k-1}; off: none, so that the
+    bonus is always on. Recipe: now in the paper (section 3.2.5); the released code is one step late
     (docs/recipe.md, section 2)."""
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ from or1_megatron.config.resume import NEXT_STAGE_CHANGES, NOT_RESUMABLE, RESUMA
 from or1_megatron.config.schema import Config
 
 _UNITS: Final = {"s": "seconds", "bytes": "bytes", "tokens": "tokens", "steps": "rollout steps"}
-"""For each last word of a key's name, the key's unit, unless the key's docstring names one."""
+"""A key's unit by the last word of the key's name, for keys whose docstring names no unit."""
 
 HEADING: Final = """\
 # Configuration keys

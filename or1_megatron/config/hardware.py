@@ -88,7 +88,7 @@ class Hardware(Section):
     fits: tuple[Fit, ...] = Field(min_length=1)
 
     def fit_for(self, parameters: float, experts: bool = False) -> Fit:
-        """Return the fit of this kind (dense or ``experts``), or else of any kind, that is nearest in model size."""
+        """Return the fit nearest in model size: of this kind (dense or ``experts``) if any is, else of any kind."""
         kind = [fit for fit in self.fits if fit.experts == experts] or self.fits
         return min(kind, key=lambda fit: abs(math.log(fit.model_parameters / parameters)))
 

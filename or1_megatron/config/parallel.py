@@ -52,8 +52,8 @@ class ParallelConfig(Section):
     """Move optimizer state and gradients to host memory before the engines wake, and parameters once they are handed
     over. auto: only if engines use the trainer's GPUs (placement colocated)."""
     micro_batch_tokens: Positive = 8192
-    """Token budget of one packed row of a micro-batch; raised to the longest prompt + response if below it. With 1.5
-    times that length or more, padding is below 1%."""
+    """Token budget of one packed row of a micro-batch. A value below the longest prompt + response is refused. From 1.5
+    times this length on, padding is below 1%."""
     threads_per_rank: Positive | None = None
     """Torch threads per rank, used only on CPU. Unset: the cores divided by the ranks. Unit: threads."""
 

@@ -69,7 +69,7 @@ def check_resume(old: Config, new: Config) -> None:
 
 
 def check_next_stage(old: Config, new: Config, checkpoint: Path) -> None:
-    """Refuse to begin stage ``new.run.stage`` from the previous stage's checkpoint if a key differs that may not.
+    """Refuse to begin a stage from the previous stage's ``checkpoint`` if a key that must stay equal differs.
 
     Raises:
         ConfigError: a line for each key that differs and is neither in NEXT_STAGE_CHANGES nor of a later stage.
@@ -89,7 +89,7 @@ def matches(key: str, patterns: Sequence[str]) -> bool:
 
 
 def _changed(old: Config, new: Config, allowed: Sequence[str], forbidden: Sequence[str]) -> list[str]:
-    """Return a line ``KEY: was X, now Y`` for each key that differs and is forbidden, or is not allowed."""
+    """Return a line ``KEY: was X, now Y`` for each changed key that is not in ``allowed`` or is in ``forbidden``."""
     before, after = leaves(old.model_dump(mode="json")), leaves(new.model_dump(mode="json"))
     return [
         f"  {key}: was {before.get(key, _ABSENT)}, now {after.get(key, _ABSENT)}"

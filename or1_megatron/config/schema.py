@@ -173,8 +173,8 @@ class RolloutConfig(Section):
     step_timeout_s: PositiveFloat = 7200.0
     """Deadline of a step's rollout: after it, the run ends with an error that names the unanswered requests."""
     max_staleness: NonNegative = 0
-    """N: the weights that sampled a token may be at most N steps older than the weights that train on it. The next N
-    steps' requests are sent to the engines while a step is sampled and trains. Unit: rollout steps."""
+    """N: the weights that sampled a token may be at most N steps older than the weights that train on it. While a step
+    is sampled and trained on, the engines already have the next N steps' requests. Unit: rollout steps."""
     router_replay: bool = False
     """Compute each token of the training data with the experts that the engine chose for it, in all passes of policy
     and reference (R3, arXiv 2510.11370). For mixtures of experts."""
@@ -186,8 +186,8 @@ class AskedModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     engines: RolloutConfig = RolloutConfig(placement="separate")
     model: str | None = None
-    """The name that the endpoint gives the model. Unset: in a recipe the model's ``name``, else the first model that
-    the endpoint lists."""
+    """The name that the endpoint gives the model. Unset: for ``or1 data build`` the model's ``name``, for
+    ``or1 eval`` the first model that the endpoint lists."""
     api_key_variable: str | None = None
     """The environment variable that holds the endpoint's key."""
     concurrent: Positive = 64
@@ -200,7 +200,7 @@ Transport = Literal["gloo", "shared_memory", "gloo+shared_memory", "nccl", "cuda
 
 
 HOST_ROUND_BYTES: Final = 32 << 20
-"""The most bytes that an engine rank receives at a time through host memory, where small messages are faster."""
+"""Largest number of bytes that an engine rank gets at a time through host memory, where small messages are faster."""
 
 
 class HandoffConfig(Section):
@@ -217,7 +217,7 @@ class HandoffConfig(Section):
     """Compare the engines' log-probs with the policy's after every n-th handoff; 0: never. Unset: 1 without a GPU, 10
     with one. Unit: handoffs."""
     probe_tokens: Positive | None = None
-    """Tokens whose log-probs a probe compares. Unset: 94 in float32, 512 in bfloat16."""
+    """Number of tokens whose log-probs a probe compares. Unset: 94 in float32, 512 in bfloat16."""
     probe_bound: PositiveFloat | None = None
     """Largest |engine - policy| log-prob that a probe allows. float32: at any token (unset: 1e-3); bfloat16: on average
     over all tokens at the run's first handoff (unset: 0.1). Unit: nats."""
@@ -245,7 +245,7 @@ class CheckpointConfig(Section):
     export_hf_every_steps: NonNegative = 0
     """Export the model as an HF folder after every n-th step. 0: only at the end of the run."""
     signal_grace_s: PositiveFloat = 120.0
-    """Time after SIGTERM or SIGUSR1 in which the run finishes or abandons the current verb, saves and exits."""
+    """Time after SIGTERM or SIGUSR1 in which the run finishes or abandons the loop's current verb, saves and exits."""
 
 
 class SafetyConfig(Section):
@@ -398,7 +398,7 @@ class Config(Section):
 
     @property
     def loads_reference(self) -> bool:
-        """Whether the KL reference needs separate weights. With LoRA, the run's start is the bare policy."""
+        """Whether the KL reference is loaded; not if it is a LoRA run's start, which is the policy without adapters."""
         reference = self.algorithm.kl.reference
         own_start = reference is not None and reference.resolve() == self.model.hf.resolve()
         return reference is not None and not (own_start and self.model.lora is not None)

@@ -24,9 +24,9 @@ class PlateauConfig(Section):
     """A rule that ends a stage before its ``steps`` once a metric has stopped rising.
 
     The metric's values within the stage are averaged over blocks of ``window`` values (steps without the metric do not
-    count). A full block is flat unless its mean exceeds the best mean of the stage's earlier blocks by more than
-    ``gain``. ``patience`` flat blocks in a row end the stage, but never before ``min_steps`` of its steps. In the paper
-    a stage ends at a step count or when the metric converges (docs/recipe.md, section 3); the report gives no rule.
+    count). A full block is flat if its mean is at most the best mean of the stage's earlier blocks plus ``gain``.
+    ``patience`` flat blocks in a row end the stage, but never before ``min_steps`` of its steps. In the paper a stage
+    ends at a step count or when the metric converges (docs/recipe.md, section 3); the report gives no rule.
     """
 
     metric: str = "accuracy/all"
@@ -34,7 +34,7 @@ class PlateauConfig(Section):
     window: Positive = 20
     """Number of the metric's values per block. Unit: values."""
     gain: NonNegativeFloat = 0.005
-    """A block is flat unless its mean is above the best earlier mean by more than this. Unit: the metric's."""
+    """A block is flat if its mean is at most the best earlier mean plus this. Unit: the metric's."""
     patience: Positive = 1
     """Number of flat blocks in a row that end the stage. Unit: blocks."""
     min_steps: NonNegative = 0
@@ -164,7 +164,7 @@ class ProblemSetConfig(Section):
 
 
 class EvaluationSetConfig(_EvaluationChanges, ProblemSetConfig):
-    """One held-out problem set; its metric is ``evaluation/<name>/accuracy``. ``evaluate`` gives the unset keys."""
+    """One held-out problem set; its metric is ``evaluation/<name>/accuracy``. Unset keys are as in ``evaluate``."""
 
     samples: Positive | None = None
     """Replaces ``evaluate.samples``. Unit: samples per problem."""

@@ -33,7 +33,7 @@ class EngineClock:
     """Predicted times and limits of one engine, in seconds and tokens."""
 
     max_running: int
-    """Most responses that the engine decodes at once."""
+    """Largest number of responses that the engine decodes at once."""
     fixed_s: float = 0.0
     """Constant part of an iteration's time."""
     response_s: float = 0.0
@@ -49,7 +49,7 @@ class EngineClock:
     prompt_pair_s: float = 0.0
     """Prefill time of attention per pair of tokens; a prompt of p tokens has p * p pairs."""
     kv_tokens: int = 1 << 60
-    """Tokens that the KV cache holds."""
+    """Number of tokens for which the KV cache has room."""
 
     def parts_s(self, running: int, tokens: float, count: float) -> NDArray[np.float64]:
         """Return the seconds, by PARTS, of ``count`` iterations of ``running`` responses. Together the responses hold
@@ -212,7 +212,7 @@ class PlannedEngines:
             self._deal([engine])
 
     def _deal(self, engines: Iterable[_Engine]) -> None:
-        """Give waiting requests, in order, each to the engine with the fewest responses, while engines admit them."""
+        """Give each waiting request, in order, to the engine with the fewest responses, until no engine admits more."""
         emptiest = [(engine.running, index, engine) for index, engine in enumerate(engines)]
         heapq.heapify(emptiest)
         while self._waiting and emptiest:

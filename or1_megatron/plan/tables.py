@@ -141,7 +141,7 @@ def stage_rows(planned: Plan) -> dict[str, list[str]]:
 
 
 def evaluations_within(config: Config, index: int) -> int:
-    """Return after how many of a stage's steps an evaluation is due. The run's last step does not count."""
+    """Return the number of evaluations due after steps of a stage. The run's last step does not count."""
     stage = config.stages[index]
     every, before = config.evaluate.in_stage(stage).every_steps, sum(s.steps for s in config.stages[:index])
     last = before + stage.steps - (index == len(config.stages) - 1)

@@ -155,7 +155,7 @@ def lacking(check: Check, context: Context) -> str:
 
 
 def perform(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
-    """Run the check of a task by ``run_checks`` in this process. After each figure ``note`` gets the outcome so far."""
+    """Run in this process the check that ``task`` describes. After each figure, ``note`` gets the outcome so far."""
     check = Check(**task["check"])
     # The outcome that a killed check leaves is the last that it recorded, so it begins as failed.
     outcome = CheckOutcome(check.name, "failed", "it did not end")
@@ -188,7 +188,7 @@ def figure(
 ) -> dict[str, Any]:
     """Return the record of a measured value: its unit, its limit, if one is given, and whether the limit is met.
 
-    Units are, for example, "s" and "GB/s"; "share" means a share of 1, "" a plain ratio. A bool must be true.
+    Units are, for example, "s" and "GB/s"; "share" is shown in percent, "" is a ratio. A bool meets its limit if true.
     """
     entry: dict[str, Any] = {"value": value, "unit": unit}
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What the checks try: model shapes, parallel layouts, transports, configurations, by devices. Imports no torch."""
+"""Chooses the model shapes, parallel layouts, transports and configurations that checks try. Imports no torch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def save_and_load_layouts(devices: int) -> tuple[str, str]:
 
 
 def placements_for(cuda: bool, devices: int) -> dict[str, tuple[int, int, list[str]]]:
-    """Return (trainer ranks, engines, transports) by placement. On CPU there is one placement: both would be equal."""
+    """Return (trainer ranks, engines, transports) by placement. On CPU only one is given: both would be equal."""
     if not cuda:
         return {"colocated": (devices, 1, ["gloo", "shared_memory", "gloo+shared_memory"])}
     placements = {"colocated": (devices, devices, ["nccl+cuda_ipc"] if devices > 1 else ["cuda_ipc"])}

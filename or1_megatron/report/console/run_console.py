@@ -99,7 +99,7 @@ class RunConsole:
             self._poller.start()
 
     def verb_started(self, step: int, verb: str) -> None:
-        """Show a verb in the bar. ``step``: number of completed steps; from ``hand_off`` on the current step counts."""
+        """Show a verb (method of the loop) in the bar. ``step``: number of rollout steps whose update is done."""
         self._verb = verb
         if verb in _FIRST_VERBS:
             self._step = f"step {step + 1}/{self._total_steps}"

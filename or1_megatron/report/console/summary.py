@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from or1_megatron.rl.loop_arguments import LoopResult
 
 _BRIEF_SHARE = 0.001
-"""Verbs that take less than this share of the run's time have one line of the table together, with their sum."""
+"""Verbs that take less than this share of the run's time share one line of the table, which gives their sum."""
 
 _EVALUATED = (
     ("accuracy", "accuracy", "accuracy", fraction),

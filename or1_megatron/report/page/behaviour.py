@@ -91,8 +91,8 @@ def _loops(ids: NDArray[np.int32]) -> bool:
 
 
 def _letters(texts: pa.StringArray) -> NDArray[np.int64]:
-    """Return the number of letters of each script in each text, [n, scripts]. To save time, a text of only ASCII
-    characters counts as one letter, or none."""
+    """Return the number of letters of each script in each text, [n, scripts]. To save time, an ASCII text, whose
+    letters are all Latin, counts as one letter if it has any."""
     counts = np.zeros((len(texts), 256), np.int64)
     counts[:, ord("a")] = pc.match_substring_regex(texts, "[A-Za-z]").to_numpy(zero_copy_only=False)
     for i in np.flatnonzero(~pc.string_is_ascii(texts).to_numpy(zero_copy_only=False)).tolist():

@@ -21,7 +21,7 @@ TOKENIZER = "tokenizer.json"
 _TEXTS = ("prompt", "response", "ground_truth", "answer", "detail", "versions")
 _TOKENS = {"log_probs": "log_prob", "log_prob_differences": "difference", "entropies": "entropy"}
 _LONGEST = 4
-"""Most tokens that can share a character, which has up to four bytes in UTF-8."""
+"""Largest number of tokens that can share a character, which has up to four bytes in UTF-8."""
 _BROKEN = "\ufffd"
 """Character that stands for an incomplete character in decoded text."""
 

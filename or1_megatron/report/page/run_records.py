@@ -117,7 +117,7 @@ def _document(path: Path, load: Callable[[str], Any], notes: list[str]) -> Mappi
 
 
 def spread(files: Sequence[Path], rows: int) -> Sequence[Path]:
-    """Return every n-th rollout file, counted back from the newest. Their responses are about ``rows`` in all."""
+    """Return every n-th rollout file, counted back from the newest. Together they have about ``rows`` responses."""
     each = 1
     with suppress(OSError, ValueError, IndexError):
         each = max(1, open_rollouts(files[-1]).metadata.num_rows)

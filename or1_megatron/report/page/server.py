@@ -62,4 +62,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing: a page in view asks every few seconds."""
+        """Log nothing, because an open page sends a request every few seconds."""

@@ -211,7 +211,7 @@ def ports(context: Context) -> None:
 
 
 def _problem_of(command: Sequence[str]) -> str:
-    """Run a command. Return "" if it succeeds, else the last line of its output, or without output how it ended."""
+    """Run a command. Return "" if it succeeds, else the last line of its output or, if there is none, how it ended."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

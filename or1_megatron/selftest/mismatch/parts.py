@@ -76,7 +76,7 @@ def wrong_rotation(frequencies: Tensor, hf: HFConfig) -> list[str]:
 def held_in_engine(worker: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield (HF name, values) of the tensors that a vLLM worker of one device computes with.
 
-    On CPU vLLM packs the weights of linears; applied to the identity matrix, such a linear gives its exact weight.
+    On CPU, vLLM packs a linear's weight, so the weight is read from the linear's output for the identity matrix.
     Packed experts are left out, and so are tensors whose values vLLM's loader changes.
     """
     from or1_megatron.handoff.vllm.parameter_check import targets
