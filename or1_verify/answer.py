@@ -59,7 +59,10 @@ def last_box(text: str) -> str | None:
 
 
 def is_answered_once(text: str) -> bool:
-    """Return whether all boxes of a text agree: each repeats the last box (or list), or a part of it."""
+    """Return whether no box of a text contradicts the last box.
+
+    A box agrees if it has the text of a box of the last list (``last_box``), or what follows the first "=" in that box.
+    """
     last = {part for content in _last_boxes(text) for part in (content, content.partition("=")[2])}
     contents = [_boxed(text, box)[0] for box in _BOX.finditer(text)]
     return all(content in last or _BOX.search(content) for content in contents)

@@ -173,8 +173,8 @@ class RolloutConfig(Section):
     step_timeout_s: PositiveFloat = 7200.0
     """Deadline of a step's rollout: after it, the run ends with an error that names the unanswered requests."""
     max_staleness: NonNegative = 0
-    """N: the weights that sampled a token may be at most N steps older than the weights that train on it. While a step
-    is sampled and trained on, the engines already have the next N steps' requests. Unit: rollout steps."""
+    """N: weights may train on tokens that were sampled by weights up to N steps older. When a step begins, the engines
+    also get the requests of up to N later steps, so that they need not wait for the update. Unit: rollout steps."""
     router_replay: bool = False
     """Compute each token of the training data with the experts that the engine chose for it, in all passes of policy
     and reference (R3, arXiv 2510.11370). For mixtures of experts."""

@@ -41,7 +41,7 @@ class HFSource:
     name: str
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
-    """Runs that cover the HF tensor's rows, in the order of these rows."""
+    """Blocks of consecutive rows that together cover the HF tensor, in the order of its rows."""
 
     def pieces(self, itemsize: int) -> Iterator[Run]:
         """Yield runs of at most ``PIECE_BYTES`` that cover all rows; each number has ``itemsize`` bytes."""

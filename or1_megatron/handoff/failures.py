@@ -20,7 +20,7 @@ class HandoffMismatch(UserError, RuntimeError):
 
 
 class PolicyNotFinite(UserError, RuntimeError):
-    """The policy's own log-probs of the probe are not finite."""
+    """The policy's own log-probs of the probe's fixed tokens are NaN or infinite."""
 
     def __init__(self, version: int) -> None:
         since = (

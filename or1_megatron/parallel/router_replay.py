@@ -79,7 +79,10 @@ def bring_experts(mesh: Mesh, parts: Sequence[ExpertsPart], batch: Batch | None)
 
 
 def replay_in(chunks: Iterable[torch.nn.Module]) -> None:
-    """Make this rank's layers with experts, in the order of ``ExpertsPart.layers``, use the experts of a packed row."""
+    """Let each MoE layer of this rank take its tokens' experts from the packed row, if that has any, not by its router.
+
+    ``chunks`` must give the layers in the order of ``ExpertsPart.layers``.
+    """
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)]  # type: ignore[union-attr]
     for index, layer in enumerate(layers):
         replay = _Replay(index)

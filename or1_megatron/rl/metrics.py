@@ -70,7 +70,7 @@ class StepRecord:
     staleness: int = 0
     """Versions by which the oldest sampled token was behind the policy."""
     scores: TokenScores | None = None
-    """The policy's first scores of the kept groups' responses in this step (``old_log_probs.first_scores``)."""
+    """Log-probs and entropies of kept groups that the policy first computed in this step; None: there are none."""
 
 
 def step_metrics(step: StepRecord, hardware: TrainerGpus | None = None) -> dict[str, float]:

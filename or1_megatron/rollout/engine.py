@@ -1,4 +1,4 @@
-"""Runs one vLLM engine: samples by seeds, scores prompts, and takes new weights while requests in flight wait.
+"""Runs one vLLM engine: makes its SamplingParams, scores prompts, takes new weights, then drops the prefix cache.
 
 vLLM's core runs in this process, without vLLM's engine-core process: the engine already has a process of its own, and
 every token would otherwise cross one more socket. ``engine_pool.engine_env`` has the environment for this. The engine
@@ -365,7 +365,7 @@ class VllmEngine:
         self._updating = False
 
     def resume_generation(self, version: int) -> None:
-        """Decode with the new weights, which the trainer has checked. RuntimeError if they are not ``version``."""
+        """Decode with the new weights, which the trainer has checked. RuntimeError if they are not of ``version``."""
         if self._updating or version != self.version:
             held = "a mixture" if self._updating else f"version {self.version}"
             raise RuntimeError(f"engine {self._settings.index} cannot serve version {version}: it holds {held}")

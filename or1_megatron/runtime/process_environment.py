@@ -11,7 +11,7 @@ from typing import Final
 from or1_verify.errors import UserError
 
 _SOCKET_FOLDER_BYTES: Final = 36
-"""Longest allowed path of the temporary folder. A socket's path has at most 107 bytes; Ray's names take up to 70."""
+"""Longest path of the temporary folder. A socket's path has at most 107 bytes; Ray needs up to 70 below the folder."""
 _OPEN_FILES: Final = 1024
 """The number of open files that a process of a run needs at least."""
 _MANY_FILES: Final = 1 << 16

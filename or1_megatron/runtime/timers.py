@@ -40,7 +40,7 @@ class StepTimer:
             self._verb = None
 
     def lap(self) -> tuple[float, Mapping[str, float]]:
-        """Return (wall seconds, seconds per verb) since the last lap or construction, and start the next lap."""
+        """Return (wall seconds, seconds in each verb of the loop) since the last lap, and start the next lap."""
         now_s = self._clock()
         if self._verb is not None:
             self._credit(now_s)

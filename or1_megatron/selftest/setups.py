@@ -80,7 +80,7 @@ def save_and_load_layouts(devices: int) -> tuple[str, str]:
 
 
 def placements_for(cuda: bool, devices: int) -> dict[str, tuple[int, int, list[str]]]:
-    """Return (trainer ranks, engines, transports) by placement. On CPU only one is given: both would be equal."""
+    """Return (trainer ranks, engines, transports) for each placement: colocated, and on two or more GPUs separate."""
     if not cuda:
         return {"colocated": (devices, 1, ["gloo", "shared_memory", "gloo+shared_memory"])}
     placements = {"colocated": (devices, devices, ["nccl+cuda_ipc"] if devices > 1 else ["cuda_ipc"])}

@@ -60,7 +60,7 @@ class AdaptedRow(NamedTuple):
 
 
 class AdapterTable:
-    """The weight table of a model's adapters. It has the methods of ``ModelFamily`` that concern rows.
+    """The weight table of a model's adapters. As a ``ModelFamily``, it has ``rows``, ``shapes`` and ``experts``.
 
     Args:
         targets: ends of the HF names of the linears to adapt; if there are none, all linears are adapted.

@@ -1,1 +1,1 @@
-"""The math verifier: extracts a response's final answer and compares it with the gold answers, in a child process."""
+"""The math verifier: compares a response's answer (``or1_verify.answer`` extracts it) with the gold answers."""

@@ -51,7 +51,7 @@ class Bubblewrap:
         self._filter = namespaced_filter()
 
     def launch(self, program: Program, stdin: bytes | None, limits: SandboxLimits, in_cgroup: bool) -> ConfinedProcess:
-        """Start a sandbox, whose runner then waits until it is released (``ConfinedProcess.release``).
+        """Start a sandbox. Its runner waits for ``ConfinedProcess.release`` before it becomes the program.
 
         ``stdin``: content, or None for a pipe that stays open. Raises OSError if no process can be started.
         """

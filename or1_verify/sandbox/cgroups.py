@@ -1,4 +1,4 @@
-"""Cgroups (v2 or v1) that limit memory and processes of each sandbox, and the memory of all sandboxes of a node.
+"""Cgroups (v2 or v1), where there are any: they limit the memory of a sandbox, and of all sandboxes of a node.
 
     <our own group>/or1-verify              the node's memory budget, shared by all verifiers on the node
     <our own group>/or1-verify/<pid>-<n>    one sandbox at a time; reused, since a removed group lingers in the kernel

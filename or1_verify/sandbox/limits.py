@@ -1,4 +1,4 @@
-"""Decides the limits of each run in a sandbox, by configuration and problem; names the limit that a run has met."""
+"""Decides a sandboxed run's limits (memory, time, processes, files), and names the limit that a run has met."""
 
 from __future__ import annotations
 

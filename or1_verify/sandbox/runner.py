@@ -1,4 +1,4 @@
-"""The first program inside every sandbox: sets the given limits, confines itself, then runs the program.
+"""The first program inside every sandbox: sets the given limits (rlimits), confines itself, then runs the program.
 
 The sandbox gets this file's text; no module imports it. The file starts once per run, so it imports little.
 Its argument is the descriptor of the gate, a socket. From the gate it reads its instructions, a marshalled dict:

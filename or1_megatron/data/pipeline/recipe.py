@@ -37,13 +37,13 @@ class VerifiedStepConfig(Section):
 
 
 class EmbeddingConfig(Section):
-    """Exclusion of duplicates by meaning: cosine similarity of mean-pooled hidden states."""
+    """Exclusion by cosine similarity of mean-pooled hidden states. The paper gives neither model nor threshold."""
 
     model: Path
     """Local folder of any encoder or decoder that transformers loads."""
     threshold: Fraction = 0.95
     abilities: tuple[str, ...] = ("code",)
-    """Abilities whose problems are compared. The paper compares code, and gives neither model nor threshold."""
+    """Only problems of these abilities are compared with each other. The paper compares code problems."""
 
 
 class DuplicatesConfig(Section):

@@ -46,7 +46,7 @@ class SourceBox:
 
     box: Box
     axes: tuple[int, ...]
-    """For each axis of the copied view, the tensor's axis from which it comes; -1 for an axis of size 1."""
+    """For each axis of the copied view, the HF tensor's axis that it corresponds to; -1 for an axis of size 1."""
 
 
 @dataclass(frozen=True, slots=True)

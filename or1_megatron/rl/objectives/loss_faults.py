@@ -207,7 +207,7 @@ def _parts(scope: Scope) -> list[Tensor]:
 
 
 def _at(inputs: TokenInputs, indices: Tensor, scope: Scope) -> TokenInputs:
-    """Return the inputs of the tokens at ``indices``, with whole sequences unless the scope is "token"."""
+    """Return the inputs of the tokens at ``indices``, which must be of whole sequences unless the scope is "token"."""
     whole = inputs.whole
     picked = inputs[indices]
     if scope == "token":

@@ -74,7 +74,7 @@ class PolicyGradientLoss(ABC):
 
     @property
     def scope(self) -> Scope:
-        """Return what a token's loss term depends on: ``own_scope``, or "sequence" for a correction of sequences."""
+        """Return what a token's loss term depends on: ``own_scope``, or "sequence" if importance weights need it."""
         by_sequence = self.correction != "off" and self.correction_level != "token"
         return "sequence" if by_sequence and self.own_scope == "token" else self.own_scope
 

@@ -121,7 +121,7 @@ def run_head(
 
     Args:
         shard: the part of the vocabulary that ``case.weight`` holds; None: all of it.
-        into_main_grad: add the weight's gradient to ``main_grad``, which is all ones before.
+        into_main_grad: add the weight's gradient to a ``main_grad`` of ones, which are subtracted from the result.
     """
     x = case.hidden.clone().requires_grad_()
     w: Any = case.weight.clone().requires_grad_()

@@ -1,4 +1,4 @@
-r"""Decides when two names mean the same, ``\angle A`` and ``A``, ``f(x)`` and ``y``; reads ``x = 1, y = 2`` by name."""
+r"""Decides when two names mean the same (``\angle A`` and ``A``), and maps names to values in ``x = 1, y = 2``."""
 
 from __future__ import annotations
 
