@@ -89,11 +89,11 @@ def checked(result: Any, right: float = 1.0, lowest: float = 0.0) -> dict[str, A
 
     Raises TypeError for a ``result`` of another type, ValueError for a reward or status that is not allowed.
     """
-    reward, told = result, {}
+    reward, details = result, {}
     if isinstance(result, Mapping):
         key = next((name for name in ("score", "reward") if name in result), None)
         reward = result[key] if key else None
-        told = {name: value for name, value in result.items() if name != key}
+        details = {name: value for name, value in result.items() if name != key}
     elif isinstance(result, Verdict):
         reward = result.reward
     reward = reward.item() if hasattr(reward, "item") else reward
@@ -107,7 +107,12 @@ def checked(result: Any, right: float = 1.0, lowest: float = 0.0) -> dict[str, A
         )
     status = "right" if reward >= right else "wrong"
     if not isinstance(result, Verdict):
-        return {"status": status, "answer": "", "detail": str(told)[:1000] if told else "", "reward": float(reward)}
+        return {
+            "status": status,
+            "answer": "",
+            "detail": str(details)[:1000] if details else "",
+            "reward": float(reward),
+        }
     if result.status not in get_args(VerdictStatus) or (result.status == "right") != (status == "right"):
         raise ValueError(
             f"returned status '{result.status}' with reward {result.reward}; 'right' is from {right:g} up "

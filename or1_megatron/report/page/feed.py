@@ -89,6 +89,6 @@ class Feed:
         """Return the records of the runs, and the responses in the rollout ``files`` of each run. A file comes with the
         time of its last change, so that the cache reads a changed file again."""
         with self._reading:
-            told = zip(self._folders, self._labels, [steps.read() for steps in self._steps], files, strict=True)
-        found = [read_page_run(run.root, label, rows, [path for path, _ in its]) for run, label, rows, its in told]
+            stored = zip(self._folders, self._labels, [steps.read() for steps in self._steps], files, strict=True)
+        found = [read_page_run(run.root, label, rows, [path for path, _ in its]) for run, label, rows, its in stored]
         return found, join([record.rows for record in found])

@@ -146,8 +146,8 @@ def _without(left: NumberSet | SetBuilder, right: Reading) -> SetBuilder:
     """Return ``left`` without the value, values or set ``right``, written as one more condition of ``left``."""
     name = left.variable if isinstance(left, SetBuilder) else "x"
     values = right.items if isinstance(right, Several) and right.brackets == "{}" else (right,)
-    told = [left.condition] if isinstance(left, SetBuilder) else []
-    conditions = *told, *(Relation(("!=",), (_symbol(name), value), ("", "")) for value in values)
+    excluded = [left.condition] if isinstance(left, SetBuilder) else []
+    conditions = *excluded, *(Relation(("!=",), (_symbol(name), value), ("", "")) for value in values)
     condition = Several(conditions, joined_by="and") if len(conditions) > 1 else conditions[0]
     return SetBuilder(name, left.domain if isinstance(left, SetBuilder) else left.name, condition)
 
@@ -291,15 +291,15 @@ def _relation(parts: list[list[Token]], separators: list[str]) -> Reading:
             items = tuple(item.approximate() for item in reading.items if isinstance(item, Quantity))
             return Several(items, reading.brackets, reading.joined_by)
     words = [token.text for token in parts[0] if token.kind == "word"]
-    told = "of" in words and change_nothing(words, NAMING)  # "the number of ways"
-    parts[0] = parts[0] if told else without_lead_in(parts[0], keep=0)
+    is_count = "of" in words and change_nothing(words, NAMING)  # "the number of ways"
+    parts[0] = parts[0] if is_count else without_lead_in(parts[0], keep=0)
     if not all(parts):
         if len(parts) == 2 and operators == ("=",) and parts[1]:
             return _read(parts[1])  # "the answer is = 5"
         raise Unreadable("a relation with an empty side")
     spelled = [spelling(part) for part in parts]
     heads = tuple(text if _HEAD.fullmatch(text) and text not in _CONSTANTS else "" for text in spelled)
-    if set(operators) == {"="} and (told or (_NAMED.match(spelled[0]) and change_nothing(words, _NAMES | NAMING))):
+    if set(operators) == {"="} and (is_count or (_NAMED.match(spelled[0]) and change_nothing(words, _NAMES | NAMING))):
         named = Quantity(Node("sym", name=spelled[0]))
         return Relation(operators, (named, *map(_side, parts[1:], spelled[1:])), (spelled[0], *heads[1:]))
     return Relation(operators, tuple(map(_side, parts, spelled)), heads)
