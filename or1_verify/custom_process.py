@@ -107,12 +107,8 @@ def checked(result: Any, right: float = 1.0, lowest: float = 0.0) -> dict[str, A
         )
     status = "right" if reward >= right else "wrong"
     if not isinstance(result, Verdict):
-        return {
-            "status": status,
-            "answer": "",
-            "detail": str(details)[:1000] if details else "",
-            "reward": float(reward),
-        }
+        detail = str(details)[:1000] if details else ""
+        return {"status": status, "answer": "", "detail": detail, "reward": float(reward)}
     if result.status not in get_args(VerdictStatus) or (result.status == "right") != (status == "right"):
         raise ValueError(
             f"returned status '{result.status}' with reward {result.reward}; 'right' is from {right:g} up "
