@@ -44,48 +44,48 @@ Scope = Literal["token", "sequence", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The sequence of each of N counted tokens, and sums over whole sequences. S is the number of sequences.
+    """Says in which of S sequences each of N counted tokens is, and sums values over whole sequences.
 
     Under context parallelism a rank holds a part of each sequence, and ``sum`` adds the parts of all ranks. Every rank
-    must then call ``sum`` equally often, whatever tokens the rank has.
+    must then call ``sum`` the same number of times, even a rank without counted tokens.
     """
 
     index: torch.Tensor
-    """[N] int64: for each token, the number of its sequence, 0 to S - 1."""
+    """[N] int64: for each token, the index of its sequence, 0 to S - 1."""
     lengths: torch.Tensor
-    """[S]: counted tokens of the whole sequence, even if this rank holds only a part."""
+    """[S]: the number of counted tokens of each whole sequence, even if this rank holds only a part."""
     add_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Sums a tensor over the ranks that share the sequences, differentiably; None: there is one rank."""
+    """Sums a tensor over the ranks that hold parts of the sequences, differentiably; None: there is one rank."""
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``values`` [N] over each whole sequence [S]. Sums in float64, and is differentiable."""
+        """Return [S]: the sum of ``values`` [N] over each whole sequence, computed in float64. It is differentiable."""
         total = values.double().new_zeros(len(self.lengths)).index_add(0, self.index, values.double())
         return (total if self.add_ranks is None else self.add_ranks(total)).to(values.dtype)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the mean of ``values`` [N] over each whole sequence [S]; 0 for a sequence without counted tokens."""
+        """Return [S]: the mean of ``values`` [N] over each whole sequence; 0 for a sequence without counted tokens."""
         return self.sum(values) / self.lengths.clamp(min=1).to(values.dtype)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Return [N]: for each token, the entry of ``values`` [S] for the token's sequence."""
+        """Return [N]: each token gets the value that ``values`` [S] has for the token's sequence."""
         return values[self.index]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """The inputs of an objective besides log-probs and entropies: constants [N] of N counted tokens, fp32 or fp64."""
+    """An objective's constant inputs, besides log-probs and entropies. Tensors: [N] counted tokens, fp32 or fp64."""
 
     advantages: torch.Tensor
     engine_log_probs: torch.Tensor | None = None
     """Log-probs by the engine that sampled the tokens."""
     policy_log_probs: torch.Tensor | None = None
-    """Log-probs by pi_k, from a forward pass before the step's first SGD step; None: no such pass was made."""
+    """Log-probs by pi_k, from a forward pass before the step's first SGD step; None: that pass was not made."""
     reference_log_probs: torch.Tensor | None = None
     """Log-probs by the frozen reference model; None: there is no reference."""
     weights: torch.Tensor | None = None
     """Token weights of the aggregation; None: all 1."""
     log_prob_gradients: torch.Tensor | None = None
-    """d loss / d log-prob, if the objective was evaluated before the update (``rl.objectives.whole_batch``)."""
+    """d loss / d log-prob; None unless the objective was evaluated before the update (``objectives.whole_batch``)."""
     entropy_gradients: torch.Tensor | None = None
     sequences: Sequences | None = None
     """The tokens' sequences; None for an objective of scope "token"."""
@@ -205,7 +205,7 @@ class Rollouts(Protocol):
         """Start sampling ``group_size`` responses to each prompt and return the rollout's ticket.
 
         Each response is verified when it ends. Several rollouts may be under way: ``urgent`` rollouts
-        are sampled first, then older before newer rollouts.
+        are sampled first, then the others, the oldest first.
 
         ``rule`` selects the groups that ``collect`` returns; None: all.
         """
@@ -220,11 +220,11 @@ class Rollouts(Protocol):
         """
 
     def trained(self) -> None:
-        """Report that the policy has trained on the collected groups: ``finished_responses`` then omits them. Also drop
-        unused restored responses if every rollout that is still under way is ``urgent``."""
+        """Note that the policy has trained on the collected groups: ``finished_responses`` then omits them. If every
+        rollout that is still under way is ``urgent``, also drop the restored responses that are still unused."""
 
     def finished_responses(self) -> bytes:
-        """Return, packed (``runtime.message``), the finished responses that are not yet trained on; empty if none.
+        """Return the finished responses that are not yet trained on, packed by ``runtime.message``; empty if none.
 
         These are sampled responses of rollouts under way, collected responses until ``trained`` is called, and unused
         restored responses. Responses of ``urgent`` rollouts are left out."""
@@ -247,7 +247,7 @@ class ProblemStream(Protocol):
         """Return the next ``count`` prompts, of different problems. ``take(a + b)`` begins with ``take(a)``."""
 
     def mix(self, repeats: Sequence[int]) -> None:
-        """Set how often each problem of a source appears per epoch, for each source; a change starts a new epoch."""
+        """Set, for each source, how often each of its problems appears per epoch. A change starts a new epoch."""
 
     def exclude(self, problem_ids: frozenset[str]) -> int:
         """Leave these problems out from now on, and return how many are left. Raises ValueError if none is left."""
@@ -280,7 +280,7 @@ class PolicyWeights(Protocol):
 class Stopped(Or1Error):
     """The run has been asked to stop: the loop saves the last complete step and ends.
 
-    The loop raises Stopped between its verbs. Rollouts and the evaluation, which wait for long, may raise it too.
+    The loop raises Stopped between its verbs. Rollouts and the evaluation, whose waits are long, may raise it too.
     """
 
 
@@ -296,7 +296,7 @@ class Observer(Protocol):
     """Watches the loop (console, rollout store) without changing the run."""
 
     def verb_started(self, step: int, verb: str) -> None:
-        """Note that the loop begins ``verb`` (its method). ``step``: the number of rollout steps done so far."""
+        """Note that the loop begins ``verb``, one of its methods. ``step``: the number of rollout steps done so far."""
 
     def rolled_out(
         self,
@@ -308,7 +308,7 @@ class Observer(Protocol):
     ) -> None:
         """Take all groups of a finished step (the first is step 1). ``kept``: the groups that were not rejected.
 
-        ``scores``: the policy's first scores of the kept groups' responses in this step, in order; None: unknown.
+        ``scores``: the first scores that the policy gave the kept groups' responses, in their order; None: unknown.
         """
 
     def evaluated(self, step: int, result: EvaluationResult) -> None: ...

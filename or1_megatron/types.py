@@ -25,7 +25,7 @@ BoolArray = NDArray[np.bool_]
 RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
 """[tokens, layers with experts, k]: indices of the k experts that computed each token; uint8 if all indices fit."""
 OwnExperts = tuple[RoutedExperts, BoolArray]
-"""A rank's part of a packed row, t tokens: (experts [t, layers of the rank, k], mask [t] of the counted tokens)."""
+"""For a rank's t tokens of a packed row: (expert indices [t, layers of the rank, k], mask [t] of counted tokens)."""
 
 FinishReason = Literal["stop", "length"]
 """Why a response ended: its end-of-sequence token, or the response-length limit T (a *truncated* response)."""
@@ -46,7 +46,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How responses are drawn. ``max_response_tokens`` is the paper's T."""
+    """How responses are sampled. ``max_response_tokens`` is the paper's T."""
 
     temperature: float
     top_p: float
@@ -59,7 +59,7 @@ class Sampling:
 class ChatRequest:
     """A request with messages instead of tokens, for an ``interfaces.Sampler`` (our own engines or an endpoint).
 
-    ``key`` is the caller's name of the problem; ``sample_index`` distinguishes requests with the same key.
+    ``key`` is the caller's name for the problem; ``sample_index`` distinguishes requests with the same key.
     """
 
     key: str
@@ -94,7 +94,7 @@ class Replies:
 
     replies: Iterable[ChatCompletion | FailedRequest]
     refused: list[FailedRequest] = field(default_factory=list)
-    """Requests that failed for good."""
+    """Requests whose failure is permanent."""
     failures: list[str] = field(default_factory=list)
     """Reasons of the requests whose failure is not permanent."""
 
@@ -186,7 +186,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RefillRule:
-    """Ends a rollout with the shortest prefix of its prompts that has ``kept`` groups for which ``keeps`` is true.
+    """Limits a rollout to its first n prompts: the smallest n that gives ``kept`` groups for which ``keeps`` is true.
 
     ``keeps`` must be picklable.
     """
@@ -194,8 +194,8 @@ class RefillRule:
     kept: int
     keeps: Callable[[Group], bool]
     expected_rejected: float = 0.0
-    """Expected share of groups that ``keeps`` rejects. It sets how many prompts are started early; the rollout's groups
-    never depend on it."""
+    """Expected share of groups that ``keeps`` rejects. It sets how many prompts are started early, and never changes
+    which groups the rollout returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +322,7 @@ class RolloutReport:
     """Time from the last finished response to the last verdict."""
     verifier_retries: int
     surplus_responses: int = 0
-    """Responses started for a refill and discarded."""
+    """Responses that were started for a refill and then discarded."""
     period_s: float = 0.0
     """Wall time that ``decode_s`` and ``engine_busy_s`` cover. It begins at the rollout's start or at the previous
     report, whichever is later, and ends at this report."""
@@ -349,4 +349,4 @@ class EvaluationResult:
     entropy: float | None = None
     """Minus the mean engine log-prob of the sampled tokens, at the evaluation's temperature; None: greedy."""
     more: Mapping[str, float] = field(default_factory=dict)
-    """Further metrics by name: pass@k, best@k, source/<source>/accuracy. With several sets: metrics of all sets."""
+    """More metrics by name: pass@k, best@k, source/<source>/accuracy. Several sets: means of their common metrics."""

@@ -59,9 +59,9 @@ def last_box(text: str) -> str | None:
 
 
 def is_answered_once(text: str) -> bool:
-    """Return whether no box of a text contradicts the last box.
+    """Return whether all boxes of a text agree with the last box, or with the last list of boxes (``last_box``).
 
-    A box agrees if it has the text of a box of the last list (``last_box``), or what follows the first "=" in that box.
+    A box agrees if its content equals the content of a listed box, or the part of that content after its first "=".
     """
     last = {part for content in _last_boxes(text) for part in (content, content.partition("=")[2])}
     contents = [_boxed(text, box)[0] for box in _BOX.finditer(text)]
@@ -69,7 +69,7 @@ def is_answered_once(text: str) -> bool:
 
 
 def _last_boxes(text: str) -> list[str]:
-    """Return the content of the last box; if the last boxes form one list, each content with its name (``x =``)."""
+    """Return [the last box's content], or, if the last boxes form one list, each content after its name (``x =``)."""
     found: list[tuple[str, str]] = []
     first = len(text)
     for box, content, end in reversed(_outermost(text)):
@@ -84,7 +84,7 @@ def _last_boxes(text: str) -> list[str]:
 
 
 def _outermost(text: str) -> list[tuple[re.Match[str], str, int | None]]:
-    """Return (match, content, end) of each outermost box. A box that holds only a box has that box's content."""
+    """Return (match, content, end) of each outermost box. If a box holds only a box, content is the inner one's."""
     outermost: list[tuple[re.Match[str], str, int | None]] = []
     last = 0
     for box in _BOX.finditer(text):

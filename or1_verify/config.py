@@ -38,10 +38,10 @@ class MathConfig(_Section):
     without_box: Literal["claimed", "refuse"] = "claimed"
     """With the judge own: how a response without a box is read. claimed: its last sentence may claim one value, by a
     phrase such as "the answer is". refuse: the response has no answer. Recipe: Math-Verify's extraction in the released
-    code, which also takes the last number of a hedge (``judge: math_verify``)."""
+    code, which also takes the last number of a hedged sentence (``judge: math_verify``)."""
     rounding: bool = False
-    """With the judge own: count an exact answer as right if it rounds to the digits of a decimal gold. For the gold
-    85.71 this holds for 600/7, and for neither 85.7 nor 85.714 (docs/math_verifier.md). Recipe: no such rule."""
+    """With the judge own: count an exact answer as right if it rounds to the digits of a decimal gold. If the gold is
+    85.71, 600/7 is right; 85.7 and 85.714 are wrong (docs/math_verifier.md). Recipe: no such rule."""
 
     @model_validator(mode="after")
     def _rounds_by_our_rules_only(self) -> Self:
@@ -69,8 +69,8 @@ class VerifyConfig(_Section):
     custom: dict[str, str] = Field(default_factory=dict)
     """Your own verifiers, by ability (in upper or lower case): package.module:name or path/to/file.py:name."""
     right_reward: float = 1.0
-    """Lowest reward of a verifier of your own with which a response counts as right in pass rates, filters and reports.
-    Unit: reward."""
+    """With a verifier of your own: a response with this reward or more counts as right in pass rates, filters and
+    reports. Unit: reward."""
     lowest_reward: float = 0.0
     """Lowest reward that a verifier of your own may give, such as -1; a lower reward is an error. A response gets this
     reward if it is cut off, or if the verifier is late or fails, so that it gets no more than a wrong response.
@@ -82,8 +82,8 @@ class VerifyConfig(_Section):
     checker_headers: Path | None = None
     """Folder with testlib.h, for C++ checkers that include it."""
     sandbox: Literal["auto", "bubblewrap", "landlock", "weak"] = "auto"
-    """Confinement of untrusted programs. auto: bubblewrap if the machine grants namespaces, else Landlock; weak:
-    neither. Programs can then read this machine's files, so use weak only on machines that hold nothing of value."""
+    """Confinement of untrusted programs. auto: bubblewrap if the machine grants namespaces, else Landlock. weak:
+    neither, so that programs can read this machine's files; use it only on machines that hold nothing of value."""
     memory_bytes: PositiveInt = 4 << 30
     """Memory limit of one untrusted program, unless its problem has ``limits.memory_bytes``; at most node_memory_bytes.
     Recipe: 50 GB per test process in the paper (docs/recipe.md, section 8)."""

@@ -53,7 +53,7 @@ class CustomVerifier(Verifier):
             raise ValueError(f"{self._name}: {reply['raised']}")
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Return the user's verdict. The status is ``timeout`` if the verdict is late, ``error`` if the code fails."""
+        """Return the user's verdict. Its status is ``timeout`` if it is late, ``error`` if the user's code fails."""
         started_s = time.perf_counter()
         if truncated:
             return Verdict(self._lowest, "truncated", "", "cut off at the response-length limit", 0.0)

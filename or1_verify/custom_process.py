@@ -41,7 +41,7 @@ def by_path(path: str) -> Any:
 
 
 def load(path: str) -> Any:
-    """Return the user's verifier at ``path``, an object with ``verify`` or a function. Raises ValueError for others."""
+    """Return the user's verifier at ``path``. Raises ValueError unless it is a function or has a method ``verify``."""
     verifier = by_path(path)
     if isinstance(verifier, type):
         verifier = verifier()
@@ -51,7 +51,7 @@ def load(path: str) -> Any:
 
 
 def caller(verify: Callable[..., Any]) -> Callable[[Problem, str], Any]:
-    """Return a function of (problem, response) that calls ``verify`` with the arguments that its signature names."""
+    """Return a function of (problem, response) that calls ``verify``, and passes what the parameters' names ask for."""
     parameters = inspect.signature(verify).parameters
     names = [name.strip("_") for name in parameters]
     of_any_name = [item.kind for item in parameters.values() if item.kind in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]

@@ -8,7 +8,7 @@ class Or1Error(Exception):
 
 
 class UserError(Or1Error):
-    """An error that its message explains to the user: bad input, or a failure outside the code.
+    """An error whose message explains it to the user: bad input, or a failure outside the code.
 
     A command prints the message without a traceback and exits with status 2. After a PartLost the trainer exits with
     PART_LOST.

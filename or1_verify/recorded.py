@@ -155,7 +155,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 class _KeepGoing(VerifierThreads):
-    """Verifier threads that give a row the status ``error`` if its verifier raises, so that other rows go on."""
+    """Verifier threads that give a row the status ``error`` if its verifier raises, and go on to judge the others."""
 
     def start_row(self, row: RecordedRow) -> Future[Verdict]:
         if row.attempt:
@@ -193,7 +193,7 @@ def _checked(rows: Sequence[RecordedRow], threads: VerifierThreads) -> list[Reco
 
 
 def _resumed(out: Path, rows: Sequence[RecordedRow]) -> list[Mapping[str, Any]]:
-    """Return the rows of ``out``, cutting off an incomplete last line. Raises DataError unless they fit ``rows``."""
+    """Return the rows of ``out``, and cut off an incomplete last line. Raises DataError unless they match ``rows``."""
     if not out.exists():
         return []
     content = out.read_bytes()

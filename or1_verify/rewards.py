@@ -77,7 +77,7 @@ def _verdict(truth: Any, completion: Any, truncated: bool = False) -> Future[Ver
 
 @cache
 def _threads(ability: str, pid: int) -> VerifierThreads:
-    """Return an ability's verifier threads. ``pid``: this process's, because a forked process needs its own threads."""
+    """Return an ability's verifier threads. ``pid`` is a key of the cache, since a forked process needs new threads."""
     config = read_config(Path(path) if (path := os.environ.get("OR1_VERIFY_CONFIG")) else None)
     threads = VerifierThreads(partial(build_verifiers, config, {ability}), config.workers)
     atexit.register(threads.close)

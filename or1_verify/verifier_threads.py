@@ -15,11 +15,11 @@ from or1_verify.types import Problem, Verdict, Verifier
 from or1_verify.verifiers import build_verifiers
 
 _MOST_WAITING: Final = 512
-"""Most responses that ``judged`` holds at once, judged or in judgement, which bounds the memory."""
+"""Largest number of responses that ``judged`` holds at once, judged or not, which bounds the memory."""
 
 
 class VerifierThreads:
-    """Judges responses on ``workers`` threads. Each has a set of verifiers, which ``make`` makes when it is needed."""
+    """Judges responses on ``workers`` threads. Each uses a set of verifiers; ``make`` makes a set when none is free."""
 
     def __init__(self, make: Callable[[], Mapping[str, Verifier]], workers: int) -> None:
         self._make = make

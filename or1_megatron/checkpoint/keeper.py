@@ -30,7 +30,7 @@ def set_aside(folder: Path) -> Path:
 def put_in_place(aside: Path, folder: Path) -> None:
     """Rename the complete checkpoint ``aside`` to ``folder``.
 
-    If ``folder`` exists, it is renamed (``set_aside``): it must be damaged, since the run did not resume from it.
+    If ``folder`` exists, it is damaged, since the run did not resume from it. It is renamed first (``set_aside``).
     """
     if folder.exists():
         set_aside(folder)
@@ -93,7 +93,7 @@ class CheckpointKeeper:
         return None
 
     def best(self) -> Path | None:
-        """Return the checkpoint to which the link ``best`` points; None without the link or a complete checkpoint."""
+        """Return the complete checkpoint to which the link ``best`` points; None if either does not exist."""
         pointer = self.folder / "best"
         if not pointer.is_symlink():
             return None

@@ -78,7 +78,7 @@ class _PendingSave:
 
 
 class CheckpointSaver:
-    """Saves one rank's part of checkpoints. Every rank makes and closes a saver; only rank 0's reports errors.
+    """Saves one rank's part of checkpoints. Every rank makes and closes a saver; rank 0's saver reports failed writes.
 
     Args:
         asynchronous: write in the background; otherwise ``save`` makes no copy and returns when all is on disk.

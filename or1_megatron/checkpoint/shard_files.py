@@ -1,7 +1,7 @@
 """Reads and writes tensor slices in the format of torch's distributed checkpoints, which Megatron's loader reads too.
 
 Each rank writes its slices to one file. ``.metadata``, written when all ranks are done, lists the slices of every whole
-tensor and their positions in the files. A reader may ask for any slices, and reads the slices on disk that overlap.
+tensor and their positions in the files. To fill any slices, a reader reads the slices on disk that overlap them.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def write_slices(
 ) -> tuple[list[WrittenSlice], FileEntry]:
     """Write the slices' tensors (any shape, on any device) to ``path`` and flush the file to disk. Raises OSError.
 
-    Returns (slices, manifest entry). ``wrote`` is called with the number of bytes of each write, and may raise to stop.
+    Returns (slices, manifest entry). ``wrote`` gets the number of bytes of each write, and may raise an error to stop.
     """
     written = []
     with _DigestedFile(path, wrote) as file:

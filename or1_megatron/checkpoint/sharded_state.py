@@ -1,6 +1,6 @@
 """Finds the parameters and optimizer state on this rank for a checkpoint, and their slices of the whole tensors.
 
-Megatron's ``sharded_state_dict`` gives the names, and which slice of which whole tensor a parameter is, at any parallel
+Megatron's ``sharded_state_dict`` gives each parameter's name and its slice of a whole tensor, at any parallel
 layout. Master weights and moments are cut like their parameter, and Megatron's distributed optimizer further cuts them
 over the data-parallel ranks into flat ranges, which are not rectangles of the whole tensor. Megatron's own reshardable
 format therefore gathers the ranges at every save, in the foreground. This module divides a flat range into a few

@@ -82,7 +82,7 @@ def parameters(given: Iterable[str]) -> dict[str, Any]:
 
 
 def show(rows: Sequence[Mapping[str, Any]], dtype: str, console: Console) -> None:
-    """Print a table of the layouts' largest differences from transformers + torch, by kind."""
+    """Print a table of differences from transformers + torch: for each layout, the largest one of each kind."""
     from or1_megatron.selftest.checks.layouts import TOLERANCE, bounds, kind_in_words
 
     kinds = TOLERANCE[dtype]

@@ -76,7 +76,7 @@ def benchmark(
         "data/benchmarks"
     ),
 ) -> None:
-    """Write evaluation sets as the paper uses them: prompts with their endings, LiveCodeBench within certain dates."""
+    """Write evaluation sets as the paper uses them: with prompt endings, and LiveCodeBench within the paper's dates."""
     with report_user_errors():
         from or1_megatron.evaluate.benchmarks import write_set
 

@@ -70,8 +70,8 @@ def measure(inputs: Inputs, head: Any) -> Comparison:
 
 
 def inputs_of(config: Config, run: Path | None, count: int, tokens: int, folder: Path) -> Inputs:
-    """Return the inputs of the comparison: a run's newest checkpoint with responses that its weights sampled, or
-    without a run the configured model. ``folder``: where checkpoints are converted to HF folders."""
+    """Return the inputs of the comparison: the newest checkpoint of ``run`` and responses that its weights sampled, or,
+    if ``run`` is None, the configured model. ``folder``: where checkpoints are converted to HF folders."""
     import numpy as np
 
     from or1_megatron.checkpoint.keeper import CheckpointKeeper

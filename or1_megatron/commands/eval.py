@@ -172,7 +172,7 @@ def _digest(problems: Sequence[Problem]) -> str:
 
 
 def _request_settings(settings: EvaluationSettings) -> dict[str, Any]:
-    """Return the settings on which a response and its verdict depend, such as temperature and seed, not concurrency."""
+    """Return the settings on which a response and its verdict depend, such as temperature, but not concurrency."""
     from or1_verify.config import MathConfig
 
     names = {"max_response_tokens", "temperature", "top_p", "seed", "max_prompt_tokens", "dtype", "model"}

@@ -39,8 +39,8 @@ _LIST_TIMEOUT_S = 10.0
 
 
 class LocalModel:
-    """An HF model folder with its tokenizer. Construction raises DriverTooOld, ModelError for an unusable model, and
-    DataError for an unusable tokenizer."""
+    """An HF model folder with its tokenizer. Construction raises DriverTooOld; ModelError if the model is unusable;
+    DataError if the tokenizer is unusable."""
 
     def __init__(self, folder: Path) -> None:
         check_driver()
@@ -120,7 +120,7 @@ def with_length(
     """Return the settings with ``max_response_tokens`` filled in.
 
     If none is given, an evaluation that was begun in ``out`` keeps its length. A new evaluation takes the paper's
-    length, unless the model's context minus the longest prompt is less; then it takes this length and prints it.
+    length, but at most the model's context minus the longest prompt; if that limit applies, it is printed.
     """
     if settings.max_response_tokens is not None:
         return settings

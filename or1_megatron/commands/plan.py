@@ -87,7 +87,7 @@ def _is_here(hardware: Hardware) -> bool:
 
 
 def _lacks(planned: Plan, here: bool) -> list[str]:
-    """Return a text if the memory does not suffice and, for a run ``here``, a text if the disk does not."""
+    """Return a text if memory is short and, if ``here`` (the run uses this machine), a text if the disk is short."""
     from or1_megatron.runtime.host_memory import host_memory
     from or1_megatron.sizing.memory import memory_short
     from or1_megatron.sizing.storage import disk_short

@@ -11,7 +11,7 @@ from or1_megatron.commands.user_errors import report_user_errors
 
 
 def timeline(run: RunDir, step: Annotated[int | None, typer.Option(help="Default: the newest.")] = None) -> None:
-    """Show who was busy and who waited in a step of a run with track.timeline."""
+    """Show who was busy and who waited in a step of a run that was trained with track.timeline."""
     with report_user_errors(ValueError):
         from or1_megatron.report.figures.step_timeline import draw_step, perfetto_trace, read_step
 

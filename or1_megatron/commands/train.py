@@ -77,7 +77,7 @@ def train(
 
 @contextmanager
 def _naming_what_makes_data(config: Path) -> Iterator[None]:
-    """If the configuration has a ``run.sh`` beside it, say in the block's DataFileMissing that it makes the data."""
+    """If ``run.sh`` lies beside ``config``, add to a DataFileMissing from the block that run.sh makes the data."""
     from or1_megatron.config.base import DataFileMissing
 
     try:

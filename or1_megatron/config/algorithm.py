@@ -1,6 +1,6 @@
 """The configuration section ``algorithm``: objective, advantages, loss, KL, importance correction, entropy bonus.
 
-Switches beyond the report are off by default. docs/recipe.md says where each default comes from; section 9 lists all.
+Switches beyond the report are off by default. docs/recipe.md says where each default comes from.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 
 class ObjectiveConfig(Section):
-    """The objective that is trained on (docs/objectives.md); docs/changing_the_objective.md shows how to add one."""
+    """The training objective (docs/objectives.md). docs/changing_the_objective.md shows how to add an objective."""
 
     name: str = "clipped"
     """clipped, gspo, cispo, dr_grpo, dapo, or package.module:Name of a dataclass of your own. Recipe: clipped in the
     paper (eq. 3.1) and every released model."""
     args: dict[str, float | int | bool | str | None] = Field(default_factory=dict)
-    """Values, by name, of the parameters of your own objective that ``loss``, ``kl``, ``correction`` and ``entropy`` do
-    not set. Unit: that of the parameter."""
+    """Parameters of your own objective, by name, in addition to those that ``loss``, ``kl``, ``correction`` and
+    ``entropy`` set. Unit: that of the parameter."""
 
 
 class AdvantageConfig(Section):
@@ -52,7 +52,7 @@ class AdvantageConfig(Section):
     in mean and std; after: 0, but their rewards count in mean and std. Recipe: none in every released model
     (docs/recipe.md, sections 3 and 4); ablation 3 compares the three."""
     reject_uniform_groups: bool = True
-    """Leave groups whose rewards are all equal, or whose advantages are all zero, out of the batch. Recipe: on in every
+    """Leave out of the batch each group with equal rewards, or with advantages that are all zero. Recipe: on in every
     released model (docs/recipe.md, sections 1 and 4)."""
 
     @model_validator(mode="after")
@@ -83,9 +83,9 @@ class LossConfig(Section):
     dual clipping. Unit: none."""
     aggregation: Aggregation = "token_mean"
     """token_mean: the mean over all tokens of the mini-batch; response_mean: the mean over each response's tokens, then
-    over responses (vanilla GRPO); released-code: the mean over the tokens of each of the released code's micro-batches,
-    then over micro-batches, weighted by their numbers of responses. No parallel layout changes the result. Recipe:
-    token_mean in the paper's eq. 3.1; the released code averages per micro-batch (docs/recipe.md, sections 1, 9)."""
+    over responses (vanilla GRPO); released-code: the mean over the tokens of each micro-batch, cut as the released code
+    does, then over micro-batches, each weighted by its number of responses. The parallel layout changes no result.
+    Recipe: token_mean in the paper's eq. 3.1; the released code averages per micro-batch (docs/recipe.md, 1 and 9)."""
 
 
 class KLConfig(Section):
@@ -95,8 +95,8 @@ class KLConfig(Section):
     """beta, the factor of the KL in the loss. Unit: none. Recipe: no KL in any released model; ablation 5 compares 1e-3
     (docs/recipe.md, sections 4 and 5)."""
     reference: Path | None = None
-    """HF folder of the reference model, such as the run's own start (``model.hf``) or the previous stage's export. Its
-    log-probs are computed once per rollout step; with beta 0 the KL is only reported. Unset: no reference."""
+    """HF folder of the reference model, such as ``model.hf`` (the run's start) or the previous stage's export. The
+    reference's log-probs are computed once per rollout step. With beta 0, the KL is only reported. Unset: none."""
 
     estimator: KLEstimator = "k3"
     """How KL(policy || reference) is estimated from a sampled token (docs/objectives.md). The mean of k2's gradient is
@@ -122,12 +122,12 @@ class CorrectionConfig(Section):
     """
 
     mode: Literal["off", "truncated", "masked"] = "off"
-    """off: w is 1; truncated: w is cut at ``cap``; masked: w is 0 outside [``floor``, ``cap``]."""
+    """The weight w of a token. off: 1; truncated: w is cut at ``cap``; masked: w is 0 outside [``floor``, ``cap``]."""
     level: CorrectionLevel = "token"
     """token: each token's w is the token's own ratio; sequence: all tokens of a response have the product of their
     ratios as w; geometric: all tokens of a response have the geometric mean of their ratios as w."""
     cap: AboveOne = 2.0
-    """C, the upper bound of w. Unit: none."""
+    """C, the upper bound of a token's weight w. Unit: none."""
     floor: Annotated[float, Field(gt=0, lt=1)] | None = None
     """With mode masked: the lowest w that is kept. IcePop uses 0.5, with a cap of 5. Unset: 1 / cap. Unit: none."""
 
@@ -144,8 +144,8 @@ class EntropyConfig(Section):
     """Entropy bonus alpha_k * H. With mode adaptive, alpha_k = c_k * 1{e_k <= target}; c moves by delta per step."""
 
     mode: Literal["off", "fixed", "adaptive"] = "adaptive"
-    """fixed: alpha_k = coefficient; adaptive: alpha_k as above. Recipe: adaptive in the paper (section 3.2.5) and every
-    released model."""
+    """fixed: alpha_k = coefficient; adaptive: alpha_k = c_k if e_k <= target, else 0. Recipe: adaptive in the paper
+    (section 3.2.5) and every released model."""
     coefficient: NonNegativeFloat = 0.0
     """With mode fixed: alpha; with mode adaptive: c_0. Unit: none. Recipe: c_0 = 0 (paper, section 3.2.5); ablation 8
     compares fixed values from 1e-4 to 1e-2."""
@@ -153,19 +153,18 @@ class EntropyConfig(Section):
     """Entropy above which the bonus is off. Unit: nats per token. Recipe: 0.2 in the paper (section 3.2.5) and every
     released model."""
     delta: NonNegativeFloat = 0.005
-    """Change of c per rollout step. Unit: none. Recipe: 0.005 in the paper (section 3.2.5), 0.0001 in released
-    scripts."""
+    """Change of c per rollout step. Unit: none. Recipe: 0.005 in the paper (section 3.2.5), 0.0001 in released code."""
     maximum: PositiveFloat | None = None
     """Upper bound of c; the lower bound is 0. Unset: no upper bound. Unit: none. Recipe: the paper names none; 0.005 in
     the released scripts (docs/recipe.md, section 2)."""
     measured_on: Literal["all", "kept"] = "all"
-    """Responses on which e_k is measured, by the log-probs of their sampled tokens. all: all responses of the step;
-    kept: the responses of groups that were not rejected. Recipe: the released code measures after rejection
+    """Responses on which the entropy e_k is measured, from the log-probs of sampled tokens. all: all responses of the
+    step; kept: the responses of groups that were not rejected. Recipe: the released code measures after rejection
     (docs/recipe.md, section 2)."""
     gate: Literal["now", "late", "off"] = "now"
-    """Which entropy turns the bonus off if it is above the target. now: e_k; late: e_{k-1}; off: none, so that the
-    bonus is always on. Recipe: now in the paper (section 3.2.5); the released code is one step late
-    (docs/recipe.md, section 2)."""
+    """The entropy that is compared with the target, to turn the bonus off above it. now: e_k; late: e_{k-1}; off: there
+    is no comparison, and the bonus is always on. Recipe: now in the paper (section 3.2.5); the released code is one
+    step late (docs/recipe.md, section 2)."""
 
     @model_validator(mode="after")
     def _fits_its_mode(self) -> Self:

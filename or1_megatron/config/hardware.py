@@ -1,6 +1,6 @@
 """Hardware files (configs/hardware/*.yaml): rates and memory of a device, its links and node; constants fitted to runs.
 
-All such figures are in ``configs/hardware/NAME.yaml``, each with its source:
+Each figure has its source:
 
     bf16_flops: {value: 9.89e14, source: "data sheet, dense"}
 """
@@ -80,20 +80,20 @@ class Hardware(Section):
     """Time in which one verifier judges one response."""
     busy_share: Constant = Constant(value=1.0, source="devices of a node do not slow each other")
     """Share of its speed that a device keeps while all devices of its node compute. It is below 1 on CPU, where cores
-    share memory bandwidth and other processes need them too."""
+    share memory bandwidth, and other processes also need cores."""
     activation_passes: Constant = Constant(value=0.0, source="part of update_share")
-    """How often an update moves a layer's kept activations through memory, in addition to its matrix products."""
+    """How many times an update moves a layer's kept activations through memory, apart from its matrix products."""
     error: Constant
     """Relative error of a predicted step time. A plan's interval is the prediction plus and minus this share of it."""
     fits: tuple[Fit, ...] = Field(min_length=1)
 
     def fit_for(self, parameters: float, experts: bool = False) -> Fit:
-        """Return the fit nearest in model size: of this kind (dense or ``experts``) if any is, else of any kind."""
+        """Return the fit whose model is nearest in size, of this kind (dense or ``experts``) if there is such a fit."""
         kind = [fit for fit in self.fits if fit.experts == experts] or self.fits
         return min(kind, key=lambda fit: abs(math.log(fit.model_parameters / parameters)))
 
     def rates(self, parameters: float, experts: bool = False) -> Rates:
-        """Return this hardware's figures and the constants of the fit for such a model (``fit_for``)."""
+        """Return this hardware's figures, with the constants of the fit for this model size and kind (``fit_for``)."""
         fit = self.fit_for(parameters, experts)
         plain = {
             name: getattr(self, name).value for name in Rates.__dataclass_fields__ if name in type(self).model_fields

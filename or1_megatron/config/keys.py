@@ -62,7 +62,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def unknown_key(parts: tuple[str, ...], schema: type[BaseModel]) -> str:
     """Return why a schema does not have the key ``parts``: ``was removed: ...`` or ``unknown key; ...``.
 
-    The text for an unknown key names the nearest key of its section, else of any section, else all keys of its section.
+    The text for an unknown key names the nearest key of the section, else of any section, else all keys of the section.
     """
     if (removed := why_removed(parts)) is not None:
         return removed

@@ -45,7 +45,7 @@ _EXPECTED: Final = {
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Load a Config from ``path`` over its bases, then ``overrides`` (``optimizer.lr=1e-6``, ``stages.0.steps=3``).
+    """Load a Config from ``path`` and its bases, and apply ``overrides`` (``optimizer.lr=1e-6``, ``stages.0.steps=3``).
 
     Raises:
         ConfigError: a line for each wrong key or value, with file:line and the dotted key.
@@ -109,7 +109,7 @@ def value_of(config: Config, key: str) -> str:
 
 
 def _read_with_bases(path: Path, above: tuple[Path, ...]) -> tuple[dict[str, Any], Origins]:
-    """Return (mapping of ``path`` merged over its bases, each key's origin). ``above``: files that led to ``path``."""
+    """Return (mapping of ``path`` merged over its bases, each key's origin). ``above``: the files based on ``path``."""
     if path.resolve() in above:
         chain = " -> ".join(str(file) for file in (*above, path.resolve()))
         raise ConfigError(f"{path}: 'base' leads back to itself: {chain}")

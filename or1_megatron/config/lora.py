@@ -18,5 +18,5 @@ class LoraConfig(Section):
     """The linears with an adapter, each by the end of its HF name (q_proj, mlp.down_proj), as in peft's target_modules.
     Empty: every linear of the layers, including the experts'."""
     adapter: Path | None = None
-    """Start from this folder of adapters, in peft's format, of the same rank, alpha and targets. Unset: new adapters,
-    which change nothing before the first update."""
+    """Folder of adapters in peft's format from which training starts; rank, alpha and targets must be the same. Unset:
+    new adapters, which change nothing before the first update."""

@@ -23,7 +23,7 @@ class ParallelConfig(Section):
     """Model chunks per pipeline stage (interleaved 1F1B schedule). Unit: chunks."""
     layers_per_stage: tuple[Positive, ...] | None = None
     """Number of decoder layers of each of the pipeline * virtual_pipeline chunks, in the model's order. Set it to give
-    fewer layers to the first and last stages, which also hold embedding and head. Unset: equal. Unit: layers."""
+    fewer layers to the first and last stages, which also hold embedding and head. Unset: equally many. Unit: layers."""
     context: Positive = 1
     """Context parallelism: every sequence is cut zig-zag over this many ranks. Unit: ranks."""
     expert: Positive = 1
@@ -49,11 +49,11 @@ class ParallelConfig(Section):
     """Size of a bucket, whose gradients are reduced together. Needs overlap_grad_reduce. Unset: Megatron's rule, 40
     million or a million per data-parallel rank, whichever is more. Unit: parameters."""
     offload: Literal["auto", "always", "never"] = "auto"
-    """Move optimizer state and gradients to host memory before the engines wake, and parameters once they are handed
-    over. auto: only if engines use the trainer's GPUs (placement colocated)."""
+    """Move optimizer state to host memory and free gradients before engines wake; move parameters after the handoff.
+    auto: only if engines use the trainer's GPUs (placement colocated)."""
     micro_batch_tokens: Positive = 8192
-    """Token budget of one packed row of a micro-batch. A value below the longest prompt + response is refused. From 1.5
-    times this length on, padding is below 1%."""
+    """Token budget of one packed row of a micro-batch. A value below the longest prompt + response is refused. With 1.5
+    times the longest prompt + response, or more, padding is below 1%."""
     threads_per_rank: Positive | None = None
     """Torch threads per rank, used only on CPU. Unset: the cores divided by the ranks. Unit: threads."""
 
@@ -120,7 +120,7 @@ class ParallelConfig(Section):
 
     @property
     def optimizer_ranks(self) -> int:
-        """Number of ranks that share the optimizer state of the same weights (for experts' weights: fewer)."""
+        """Number of ranks that share the optimizer state of one weight (for an expert's weight there are fewer)."""
         return self.data * self.context if self.distributed_optimizer else 1
 
     @property

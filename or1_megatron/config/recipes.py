@@ -20,7 +20,7 @@ _PATTERNS: Final[dict[Kind, str]] = {
 
 
 def named(kind: Kind) -> dict[str, Path]:
-    """Return the path of each packaged file (for shapes: folder) of a kind by its name, such as ``released/or1_7b``."""
+    """Return, by name (such as ``released/or1_7b``), the path of each packaged file of a kind; shapes are folders."""
     top = CONFIGS / _PATTERNS[kind].partition("/")[0]
     return {str(path.relative_to(top).with_suffix("")): path for path in sorted(CONFIGS.glob(_PATTERNS[kind]))}
 

@@ -65,8 +65,8 @@ class RunConfig(Section):
     """Run this stage alone (the first is 1), in ``dir``/stage_N, from the end of the previous stage. ``or1 train
     --stage N`` sets this key. Unset: all stages, one after another. Unit: stage."""
     max_restarts: NonNegative = 3
-    """How many times in a row, without a finished step between, ``or1 train`` restarts the ranks from the newest
-    checkpoint after a rank, or a part that the ranks need, has died. 0: never. Unit: restarts."""
+    """``or1 train`` restarts the ranks from the newest checkpoint if a rank, or a part that they need, dies: at most
+    this many times without a finished step in between. 0: never. Unit: restarts."""
     previous: Path | None = None
     """With ``stage``: the previous stage's run folder, or one of its checkpoints, from which stage N then starts.
     Unset: ``dir``/stage_(N-1)."""
@@ -129,7 +129,7 @@ class OptimizerConfig(Section):
     """SGD steps over which the learning rate rises linearly to ``lr``. Unit: SGD steps. Recipe: no warm-up
     (docs/recipe.md, section 4)."""
     decay_steps: NonNegative = 0
-    """SGD step, counted from the first, by which the learning rate has fallen linearly to 0; 0: it stays constant.
+    """SGD step, counted from the first, at which the learning rate has fallen linearly to zero. 0: it is constant.
     Unit: SGD steps. Recipe: constant (docs/recipe.md, section 4)."""
     beta1: BelowOne = 0.9
     """Decay of the first moment. Unit: none. Recipe: 0.9 (docs/recipe.md, section 4)."""
@@ -141,7 +141,7 @@ class OptimizerConfig(Section):
     """Decoupled weight decay of every parameter; the decay is multiplied by the learning rate. Unit: none. Recipe: 0.01
     (docs/recipe.md, section 4)."""
     clip_grad: PositiveFloat = 1.0
-    """A gradient with a larger norm is scaled down to this. Unit: none. Recipe: 1.0 (docs/recipe.md, section 4)."""
+    """Norm to which a gradient of larger norm is scaled down. Unit: none. Recipe: 1.0 (docs/recipe.md, section 4)."""
 
 
 class RolloutConfig(Section):
@@ -173,7 +173,7 @@ class RolloutConfig(Section):
     step_timeout_s: PositiveFloat = 7200.0
     """Deadline of a step's rollout: after it, the run ends with an error that names the unanswered requests."""
     max_staleness: NonNegative = 0
-    """N: weights may train on tokens that were sampled by weights up to N steps older. When a step begins, the engines
+    """N: a step may train on tokens that weights up to N steps older have sampled. When a step begins, the engines
     also get the requests of up to N later steps, so that they need not wait for the update. Unit: rollout steps."""
     router_replay: bool = False
     """Compute each token of the training data with the experts that the engine chose for it, in all passes of policy
@@ -209,10 +209,11 @@ class HandoffConfig(Section):
     transport: Transport | None = None
     """What carries the weights. On CPU: gloo, or shared_memory on one node. On GPU: nccl (placement separate), or
     cuda_ipc on one node. A+B (placement colocated): A among trainer ranks, then B from each rank to the engine on its
-    device. Unset: on CPU shared_memory on one node, else gloo; on GPU nccl+cuda_ipc if colocated, else nccl."""
+    device. Unset, on CPU: shared_memory if there is one node, else gloo. Unset, on GPU: nccl+cuda_ipc with placement
+    colocated, else nccl."""
     bucket_bytes: Positive = 512 << 20
     """Bytes that an engine rank receives at a time from all its senders; at most 32 MiB if they pass through host
-    memory. A trainer rank holds at most two such buckets."""
+    memory. A trainer rank holds at most two buckets of this size."""
     probe_every_steps: NonNegative | None = None
     """Compare the engines' log-probs with the policy's after every n-th handoff; 0: never. Unset: 1 without a GPU, 10
     with one. Unit: handoffs."""
@@ -222,7 +223,7 @@ class HandoffConfig(Section):
     """Largest |engine - policy| log-prob that a probe allows. float32: at any token (unset: 1e-3); bfloat16: on average
     over all tokens at the run's first handoff (unset: 0.1). Unit: nats."""
     probe_growth: PositiveFloat = 3.0
-    """bfloat16: largest mean that a later handoff's probe allows, as a multiple of the first probe's. Unit: factor."""
+    """With bfloat16: largest ratio of a later probe's mean to the mean of the first handoff's probe. Unit: factor."""
     timeout_s: PositiveFloat = 600.0
     """Deadline of one handoff: after it, the handoff fails."""
 
@@ -254,7 +255,7 @@ class SafetyConfig(Section):
     max_skipped_in_a_row: Positive = 3
     """An SGD step whose loss or gradient is not finite is skipped; this many in a row end the run. Unit: SGD steps."""
     max_rejected_in_a_row: Positive = 10
-    """A step all of whose groups are rejected trains nothing; this many in a row end the run. Unit: rollout steps."""
+    """If all its groups are rejected, a step trains nothing; this many in a row end the run. Unit: rollout steps."""
     alarms: bool = True
     """Print a sentence (an alarm) when a step's metrics look as they do in a run that goes wrong."""
     grad_norm_factor: PositiveFloat = 10.0
@@ -398,7 +399,7 @@ class Config(Section):
 
     @property
     def loads_reference(self) -> bool:
-        """Whether the KL reference is loaded; not if it is a LoRA run's start, which is the policy without adapters."""
+        """Whether a KL reference is loaded. A LoRA run's own start is not loaded: it is the policy without adapters."""
         reference = self.algorithm.kl.reference
         own_start = reference is not None and reference.resolve() == self.model.hf.resolve()
         return reference is not None and not (own_start and self.model.lora is not None)

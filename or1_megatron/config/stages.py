@@ -25,7 +25,7 @@ class PlateauConfig(Section):
 
     The metric's values within the stage are averaged over blocks of ``window`` values (steps without the metric do not
     count). A full block is flat if its mean is at most the best mean of the stage's earlier blocks plus ``gain``.
-    ``patience`` flat blocks in a row end the stage, but never before ``min_steps`` of its steps. In the paper a stage
+    ``patience`` flat blocks in a row end the stage, but not within its first ``min_steps`` steps. In the paper a stage
     ends at a step count or when the metric converges (docs/recipe.md, section 3); the report gives no rule.
     """
 
@@ -68,7 +68,7 @@ class StageConfig(Section):
     name: str
     """Name of the stage in output and messages."""
     steps: Positive
-    """Rollout steps of this stage; with ``plateau``, their largest number. Recipe: docs/recipe.md, section 4."""
+    """Rollout steps of this stage; with ``plateau``, at most this many. Recipe: docs/recipe.md, section 4."""
     max_response_tokens: Positive
     """T: the longest response; a response that is cut off at T gets reward 0. Recipe: 8K to 32K, growing from stage to
     stage (docs/recipe.md, sections 3 and 4)."""
@@ -200,7 +200,7 @@ class EvaluationConfig(Section):
         return self
 
     def samples_of(self, held_out: EvaluationSetConfig, whole: bool) -> int:
-        """Return a set's k of avg@k: before and after training if ``whole``, else within a stage."""
+        """Return k of a set's avg@k: for evaluations before and after training if ``whole``, else within a stage."""
         if whole:
             return held_out.samples or self.samples
         return held_out.samples_during or self.samples_during

@@ -72,7 +72,7 @@ class HFWeights:
         self.shapes = {name: tuple(tensor.get_shape()) for name, tensor in self._tensors.items()}
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
-        """Return rows ``first`` to ``first + count`` of the tensor ``name``, [count, ...], without a copy."""
+        """Return ``count`` rows of the tensor ``name``, from row ``first`` on, [count, ...], without a copy."""
         if part := part_of(name):
             return part.of(self.rows(part.stack, part.expert, 1)[0])[first : first + count].contiguous()
         rows: Tensor = self._tensors[name][first : first + count]

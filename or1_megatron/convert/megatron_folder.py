@@ -40,7 +40,7 @@ class MegatronCheckpoint:
     The constructor and all methods raise:
         ConvertError: the folder is not a torch_dist checkpoint, or a file is missing, truncated or unreadable.
         CheckpointDamaged: a file differs from the manifest's entry.
-        CheckpointUnreadable: the disk cannot read a file to check, or the manifest has another format.
+        CheckpointUnreadable: a file cannot be read for the check, or the manifest has another format.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -127,7 +127,7 @@ class MegatronCheckpoint:
         return made.view(count, *rest)
 
     def _chunks_of(self, key: str, index: tuple[int, ...]) -> list[ChunkStorageMetadata]:
-        """Return the chunks with parts of entry ``index`` of stack ``key``. All chunks are sorted at the first call."""
+        """Return the chunks that hold parts of entry ``index`` of stack ``key``; a stack's first call groups them."""
         with self._lock:
             if key not in self._entries:
                 by_entry: defaultdict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)

@@ -121,7 +121,7 @@ def _say_layout(path: Path, raw: Any) -> None:
 
 
 def _set_name(path: Path) -> str:
-    """Return a file's name without its suffixes. Problems that name no source get it as their source."""
+    """Return a file's name without its suffixes. This name is the source of the file's problems that name no source."""
     return next((path.name.removesuffix(suffix) for suffix in SUFFIXES if path.name.endswith(suffix)), path.stem)
 
 
@@ -261,7 +261,7 @@ def _saved_rows(folder: Path, split: str | None) -> Iterator[PlacedRow]:
 
 
 def _downloaded_rows(name: str, split: str | None) -> Iterator[PlacedRow]:
-    """Yield the rows of a hub set that has a loading script (LiveCodeBench), which ``datasets`` does not run."""
+    """Yield the rows of a hub set with a loading script (LiveCodeBench). ``datasets`` does not run such scripts."""
     from huggingface_hub import snapshot_download
 
     try:

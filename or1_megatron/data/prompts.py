@@ -94,7 +94,7 @@ def read_problems(config: Config) -> ProblemSets:
     names all unusable rows.
 
     Raises:
-        DataError: a file cannot be read, rows are unusable, or no problem needs one of the user's own verifiers.
+        DataError: a file cannot be read, rows are unusable, or one of the user's own verifiers has no problems.
         SandboxUnavailable: code problems cannot be verified on this machine.
         VerifierBroken: one of the user's own verifiers cannot be loaded.
     """
@@ -127,7 +127,7 @@ def make_prompts(config: Config, sets: ProblemSets) -> tuple[list[PromptSource],
     """Check every ground truth, and return (training sources with their prompts, held-out prompts by their set's name).
 
     Raises:
-        DataError: rows are unusable (all files' rows in one error), no prompt is left, or a step needs more prompts.
+        DataError: rows are unusable (one error names all), no prompt is left, or too few prompts are left for a step.
     """
     template = ChatTemplate(load_tokenizer(config.model.hf), read_hf_config(config.model.hf)["vocab_size"])
     template.check_end_of_turn(config.model.hf)
@@ -186,7 +186,7 @@ def _render(template: ChatTemplate, problem: Problem, unusable: UnusableRows) ->
 
 
 def thinking_rule(sources: Sequence[PromptSource]) -> str:
-    """Return in words which part of a response to these prompts is read for the answer (``or1_verify.answer``)."""
+    """Return a text that says which part of a response is searched for the answer (``or1_verify.answer``)."""
     opened = sorted({prompt.opened for source in sources for prompt in source.prompts})
     rules = [
         f"the chat template opens {tag}, so a response counts only from where it closes it"

@@ -136,7 +136,7 @@ class MixtureStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where ``state`` was taken. Raises DataError if the data or the seed has changed since."""
+        """Continue from a result of the method ``state``. Raises DataError if the data or seed has changed since."""
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
                 f"the training data changed since the checkpoint: it had {state['problems']} problems with "

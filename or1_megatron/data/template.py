@@ -33,7 +33,7 @@ _SAMPLE: Final = "Let x = 12345.678:\n\n  f(x) = \\frac{x}{2} - 90\tis  what?  ç
 
 
 class ChatTemplate:
-    """A tokenizer with its chat template and generation prompt, which for a reasoning model may open ``<think>``.
+    """A tokenizer with its chat template. A reasoning model's template may open ``<think>`` in the generation prompt.
 
     Args:
         vocabulary: the model's ``vocab_size``. A prompt with a token id of ``vocabulary`` or above is refused.
@@ -71,7 +71,7 @@ class ChatTemplate:
         return left_open(self.render(messages))
 
     def check_end_of_turn(self, folder: Path) -> None:
-        """Log a warning if the template ends the assistant's turn with a token that does not end responses (no EOS).
+        """Log a warning if the template ends the assistant's turn with a token that is no EOS token.
 
         Raises DataError if the folder's generation_config.json or config.json cannot be read.
         """
@@ -127,8 +127,8 @@ class ChatTemplate:
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of an HF folder on disk, exactly as in its ``tokenizer.json`` if it has one.
 
-    AutoTokenizer loads only folders without ``tokenizer.json``, because for many folders AutoTokenizer's class replaces
-    the file's pre-tokenizer and decoder (transformers 5, issues 45488 and 45920).
+    AutoTokenizer is used only if there is no ``tokenizer.json``, because for many folders it chooses a class that
+    replaces the file's pre-tokenizer and decoder (transformers 5, issues 45488 and 45920).
 
     Raises:
         DataError: the folder or its tokenizer cannot be read, or the tokenizer's ids or text differ from the file's.

@@ -29,7 +29,7 @@ class Benchmark:
     samples: int = 1
     """k of avg@k in the paper, and the default of ``--k``; 1 for benchmarks that the paper does not have."""
     dated: bool = False
-    """Whether rows have a date. By their dates, problems on which a model may have been trained are left out."""
+    """Whether rows have a date, so that problems on which a model may have been trained can be left out."""
     subset: str | None = None
 
 
@@ -47,7 +47,7 @@ BENCHMARKS: Final = {
 }
 
 REPORT_WINDOW: Final = (datetime.date(2024, 8, 1), datetime.date(2025, 2, 1))
-"""Window of dates of LiveCodeBench's problems in the paper, from the released ``prepare_unit_test_data``."""
+"""The paper uses LiveCodeBench's problems between these dates (source: the released ``prepare_unit_test_data``)."""
 
 _RELEASE_FILE = re.compile(r"(?:^|/)test(\d*)\.jsonl:\d+$")
 
@@ -83,8 +83,8 @@ def load_set(
     ``since`` to midnight at the beginning of ``until``, inclusive. A date without a time of day counts as midnight.
 
     Args:
-        unusable: collects the rows that cannot be used, and with a window also rows without a date; None: such rows
-            raise DataError.
+        unusable: collects the rows that cannot be used; if there is a window, also rows without a date. None: any
+            such row raises DataError.
 
     Raises:
         DataError: the name is unknown, the set cannot be read, rows are unusable, or no problem is in the window.
@@ -122,12 +122,12 @@ def load_set(
 def write_set(name: str, sets: Path, found_in: Path) -> tuple[Path, LoadedSet]:
     """Write a benchmark to ``sets``/name.jsonl in the form that the paper evaluates; return (the file, the set).
 
-    AIME24's problems get their ending; LiveCodeBench's problems are those of the paper's window. ``found_in``: folder
-    in which files of the benchmark's name are looked for before the hub.
+    Problems get the benchmark's ending; of LiveCodeBench's problems, those in the paper's window are written.
+    ``found_in``: a folder. A file or folder of the benchmark's name in it is read instead of the hub.
 
     Raises:
-        DataError: the benchmark is unknown, or ``load_set`` raises DataError. Many unusable rows are listed in
-            ``sets``/name.unusable_rows.jsonl.
+        DataError: the benchmark is unknown, rows are unusable, or ``load_set`` raises DataError. If there are too many
+            unusable rows for the message, ``sets``/name.unusable_rows.jsonl lists them.
     """
     if name not in BENCHMARKS:
         raise DataError(f"{name}: no known set; expected one of {', '.join(BENCHMARKS)}")

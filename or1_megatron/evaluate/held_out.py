@@ -35,7 +35,7 @@ class HeldOut:
         """
         Args:
             sets: prompts by the name of their set.
-            max_response_tokens: limit of a response if the settings give none: in every stage the final stage's limit.
+            max_response_tokens: limit of a response if the settings give none: the final stage's, in all stages.
             keep: gets the responses to each set, with their verdicts.
 
         Raises:

@@ -4,10 +4,10 @@ Rewards are [P problems, n samples], 1 for right and 0 for wrong. avg@k is the m
 pass@k is the chance that at least one of k samples is right, estimated without bias from n >= k samples of which c were
 right: 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
 
-There are two intervals. ``samples`` is for new samples of the same problems, as in a second run of the evaluation: 1.96
-standard deviations of the estimate, where each problem's chance of success is taken as (c + 1/2) / (n + 1), so that a
-problem solved in none or all samples is not certain. ``problems`` is for new problems of this kind, as a claim about a
-skill needs: a percentile bootstrap over problems, usually wider. (A bootstrap over samples would bias pass@k down.)
+There are two intervals. ``samples`` says how the score varies with new samples of the same problems (a second run of
+the evaluation): 1.96 standard deviations of the estimate. Each problem's chance of success is taken as (c + 1/2) /
+(n + 1), which is never 0 or 1. ``problems`` says how the score varies with new problems of this kind, for claims about
+a skill: a percentile bootstrap over problems, usually wider. (A bootstrap over samples would bias pass@k down.)
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Score:
 
 
 def pass_at(n: int, k: int) -> Estimates:
-    """Return unbiased estimates of pass@k by number of right samples, [n + 1]. Raises ValueError unless 1 <= k <= n."""
+    """Return estimates [n + 1] of pass@k: entry i for i right samples. Raises ValueError unless 1 <= k <= n."""
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs at least {k} samples per problem, found {n}")
     return np.array([1.0 - math.comb(n - right, k) / math.comb(n, k) for right in range(n + 1)])
@@ -83,7 +83,7 @@ def passed(rewards: Rewards, k: int) -> Score:
 
 
 def _variances(estimates: Estimates) -> Estimates:
-    """Return the variance of a problem's estimate from n new samples, [n + 1], by how many old samples were right."""
+    """Return [n + 1] variances of a problem's estimate from n new samples: entry i if i of n old samples were right."""
     n = len(estimates) - 1
     right = np.arange(n + 1)
     chance = ((right + 0.5) / (n + 1))[:, None]

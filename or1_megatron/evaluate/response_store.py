@@ -89,8 +89,8 @@ class ResponseStore:
 
 
 def settings_begun_with(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of the evaluation in a folder; None if it has no responses. Raises EvaluationError if the
-    settings are not JSON."""
+    """Return the settings of the evaluation in a folder; None if the folder holds no responses. Raises EvaluationError
+    if the settings are not JSON."""
     responses, settings = folder / RESPONSES, folder / _SETTINGS
     if not (settings.is_file() and responses.is_file() and responses.stat().st_size):
         return None

@@ -36,18 +36,18 @@ class EvaluationScores:
     average: Score
     """avg@n with its intervals."""
     passed: Mapping[int, Score]
-    """pass@j by j: powers of two below n, and n."""
+    """Maps k to pass@k. The keys are powers of two below n, and n."""
     truncation_ratio: float
     mean_tokens: float | None
     statuses: Mapping[str, int]
     by_length: Sequence[LengthBin]
     """Accuracy in bins of response length with about equal counts, as in the paper's figure 5."""
     by_budget: Mapping[int, float]
-    """avg@k by budget in tokens, if responses longer than the budget counted as wrong (the paper's figure 8)."""
+    """Maps a budget in tokens to avg@n with all longer responses counted as wrong (the paper's figure 8)."""
 
 
 def summarise(responses: Sequence[Sequence[Response]], limit_tokens: int) -> EvaluationScores:
-    """Return the scores of responses [P][n]. ``limit_tokens``: most tokens of a response; also the largest budget."""
+    """Return the scores of responses [P][n]. ``limit_tokens``: the limit of a response; also the largest budget."""
     right = np.array([[response.status == "right" for response in row] for row in responses], dtype=np.float64)
     flat = [response for row in responses for response in row]
     n = right.shape[1]

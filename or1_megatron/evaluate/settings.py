@@ -27,7 +27,7 @@ class EvaluationSettings(AskedModelConfig):
     """The settings of an evaluation. A file of configs/eval and ``--set`` replace defaults."""
 
     max_response_tokens: Positive | None = None
-    """Longest response. Unset: 32,768 as in the paper, at most the model's context minus the longest prompt."""
+    """Longest response. Unset: 32,768 as in the paper, or the model's context minus the longest prompt if less."""
     temperature: NonNegativeFloat = 1.0
     top_p: Fraction = 1.0
     seed: NonNegative = 20250522

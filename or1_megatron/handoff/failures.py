@@ -37,7 +37,7 @@ class EngineStrayed(HandoffMismatch, PartLost):
 
 
 class PlanImpossible(UserError, ValueError):
-    """No trainer rank holds a part of a tensor that an engine rank wants."""
+    """An engine rank wants a part of a tensor that no trainer rank holds."""
 
 
 class SendError(AgreedError, EnginesLost):

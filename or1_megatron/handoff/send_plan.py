@@ -35,7 +35,7 @@ _SHARED_BYTES = 1 << 20  # a larger rectangle is divided among its holders
 
 @dataclass(frozen=True, slots=True)
 class HandoffPlan:
-    """All messages of a handoff, in the order in which every rank handles them. Engine ranks follow trainer ranks."""
+    """All messages of a handoff, in the order in which all ranks handle them. Engine ranks come after trainer ranks."""
 
     trainers: int
     engines: int
@@ -72,13 +72,13 @@ def make_plan(
     Args:
         holdings: the rectangles that all trainer ranks hold, in the order of the model.
         wants: the slices that each engine rank wants.
-        bucket_bytes: the bytes that a group receives in one round from all senders (``transport.choice.round_bytes``).
-            A round is larger only where a row of a tensor, which is never cut, is larger than a trainer rank's equal
-            share of these bytes.
+        bucket_bytes: the most bytes that a group receives in one round from all senders together
+            (``transport.choice.round_bytes``). Rows are never cut: a row that is larger than its sender's equal share
+            of these bytes makes the round larger.
         neighbours: entry i is the trainer rank on the device of engine rank i. None: there is only one hop.
 
     Raises:
-        PlanImpossible: no trainer rank holds a part of a wanted tensor.
+        PlanImpossible: an engine rank wants a part of a tensor that no trainer rank holds.
     """
     held: dict[str, tuple[Part, ...]] = {}
     for holding in holdings:
@@ -146,7 +146,7 @@ def _channels(
 
 @lru_cache(1 << 14)  # layers and experts are alike
 def _cover(want: Box, held: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Return rectangles that together cover ``want``, each with its holders. Those without a holder come last."""
+    """Return rectangles that together cover ``want``, each with its holders. Rectangles without a holder come last."""
     covered: list[Part] = []
     open_boxes = [want]
     for held_box, ranks in held:
@@ -166,8 +166,8 @@ def _cover(want: Box, held: tuple[Part, ...]) -> tuple[Part, ...]:
 def _divide(box: Box, holders: int, itemsize: int, message_bytes: int) -> tuple[tuple[Box, int], ...]:
     """Cut a rectangle into groups of rows, and return each part with its bytes.
 
-    A part has at most ``message_bytes``, unless it is a single row. A rectangle of more than ``_SHARED_BYTES`` is cut
-    into about as many parts as it has holders, or more.
+    A part has at most ``message_bytes``, unless it is a single row. If the rectangle has more than ``_SHARED_BYTES``,
+    there are about ``holders`` parts, or more.
     """
     size_bytes = box_size(box) * itemsize
     parts = max(math.ceil(size_bytes / message_bytes), holders if size_bytes > _SHARED_BYTES else 1)

@@ -14,9 +14,9 @@
 
 vLLM's trainer factory is not used: it needs vllm and a client of the engines on every rank; only rank 0 has a client.
 
-The ranks send the parameters that the policy computes with: with ``model.dtype: bfloat16`` the bf16 parameters, not the
-optimizer's fp32 master weights. Megatron rounds the masters to the parameters after every update, so a cast of the
-masters would give equal bits. But the distributed optimizer shards the masters over the replicas, perhaps on the host.
+The ranks send the parameters with which the policy computes. For ``model.dtype: bfloat16`` these are bf16 parameters,
+not the optimizer's fp32 master weights. After every update Megatron rounds the masters to the parameters, so a cast of
+the masters would give equal bits. But the distributed optimizer shards the masters over replicas, perhaps on the host.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class WeightSender:
         return in_background(lambda: engines.init_weight_transfer_engine(info))
 
     def _publish_plan(self, engines: EngineGroup, status: StatusStore, joined: Future[None]) -> HandoffPlan:
-        """Make the plan from the slices that all engine ranks want, publish each rank's part of it, and return it."""
+        """Return the plan made from the slices that all engine ranks want. Publish each rank's part of the plan."""
         wants, locations = zip(
             *(
                 status.read(f"wants/{index}", f"engine rank {index}", watched=joined)
@@ -186,7 +186,7 @@ class WeightSender:
         return in_background(receive)
 
     def _compare(self, plan: HandoffPlan, status: StatusStore) -> None:
-        """Compare, for each engine rank, the summed checksums of the slices it received with those sent to it.
+        """Compare, for each engine rank, the sum of the checksums that it received with the sum of those sent to it.
 
         Raises:
             HandoffError: the sums differ.

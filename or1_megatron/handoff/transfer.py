@@ -48,7 +48,7 @@ class Transfer:
         """Form a group of all ranks and open the transports. Blocks until all ranks have joined.
 
         Raises:
-            HandoffError: a rank or ``watched`` failed, or not all ranks joined in time.
+            HandoffError: a rank or the future ``watched`` failed, or not all ranks joined in time.
         """
         store, world, timeout_s = status.tcp, plan.trainers + plan.engines, status.timeout_s
         opened = in_background(lambda: open_group(store, rank, world, timeout_s))

@@ -1,8 +1,8 @@
 """The fused head: log-probs and entropies of target tokens, and their gradients, without all logits in memory.
 
-The head works on tiles of the matrix [tokens, vocabulary] of fp32 logits, with library GEMMs (MKL, cuBLAS) and, between
-the GEMMs, epilogues in Triton or torch. There are two modes; recompute needs the smaller workspace. For N tokens,
-hidden size H and V rows of the output weight, they take:
+Library GEMMs (MKL, cuBLAS) compute the fp32 logits [tokens, vocabulary] tile by tile. An epilogue in Triton or torch
+works on each tile, and further GEMMs form the gradients. There are two modes; recompute needs the smaller workspace.
+For N tokens, hidden size H and V rows of the output weight, the modes take:
 
     recompute   8NHV operations. The backward pass computes the logits again (``log_probs_and_entropies``).
     one_pass    6NHV operations. The forward pass forms the gradient while it has the logits (``one_pass_loss``).
@@ -162,7 +162,7 @@ def one_pass_loss(
 
     Args:
         hidden, weight, targets, temperature, shard, epilogue, budget_bytes: as in ``log_probs_and_entropies``.
-        pointwise: computes the loss of a tile of tokens; called at least once, also without tokens. Its result must
+        pointwise: computes the loss of a tile of tokens; called at least once, even without tokens. Its result must
             depend only on each token's log-prob and entropy, and be the same on all ranks of the group.
         upstream: the gradient that the loss will receive in the backward pass: 1 unless the loss is scaled later.
 

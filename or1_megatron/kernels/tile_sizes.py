@@ -51,9 +51,9 @@ class AllocationPlan:
     scratch_numbers: int
     """Size of the torch epilogue's scratch memory, in fp32 numbers; 0 for the Triton epilogue, which needs none."""
     cast_numbers: int
-    """Number of fp32 numbers for cast copies of a hidden tile and a weight block; 0 unless a CPU must cast them."""
+    """Size in numbers of the buffer for fp32 copies of a hidden tile and a weight block; 0 unless on CPU in bf16."""
     vector_bytes: int
-    """Most bytes of all per-token vectors, plus the bytes of a tile's statistics, of which each block has its own."""
+    """Largest number of bytes of all per-token vectors together, and of one tile's statistics in all blocks."""
     accumulator_bytes: int
     """Bytes of the fp32 sum of a tile's hidden gradient; 0 if the gradient itself is fp32. ``workspace_bytes`` counts
     neither this sum nor the weight's fp32 gradient (Megatron's main_grad, or V/tp * H * 4 bytes)."""

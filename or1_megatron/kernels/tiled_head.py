@@ -1,4 +1,4 @@
-"""Computes the fused head tile by tile, by library GEMMs with an epilogue in Triton or torch between them.
+"""Computes the fused head tile by tile: GEMMs of a library, and elementwise work (the epilogue) in Triton or torch.
 
 Shapes: T tokens, t tokens of one tile, H hidden, V/tp rows of the output weight on this rank, v rows of one block.
 """

@@ -34,7 +34,7 @@ class TorchEpilogue:
             columns: [t] the target's column in this tile; outside 0 ... v - 1 if the target is in another tile.
 
         Returns:
-            The numbers [t] that were subtracted from each token's logits, in place.
+            For each token the number that was subtracted, in place, from the token's logits; [t].
         """
         for part, work in self._parts(logits):
             z, peak = logits[part], out[PEAK, part]

@@ -1,7 +1,7 @@
 """Everything that uses Megatron-Core: process groups, model, policy, pipeline schedule, and Megatron without CUDA.
 
-Outside this package, only ``checkpoint.sharded_state`` imports megatron, after this package. The order matters without
-CUDA: this package makes Megatron run on the CPU (``cpu_device``), also the code that runs when megatron is imported.
+Outside this package, only ``checkpoint.sharded_state`` imports megatron, and it imports this package first. Without
+CUDA, megatron's import already needs the replacements that this package installs (``cpu_device``).
 """
 
 import logging

@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class QueryChunk:
-    """A chunk's queries and the keys that these queries see. Both slices end at the same token; the mask is causal."""
+    """The slices of a chunk's queries and of the keys that they see. Both end at the same token; the mask is causal."""
 
     query: slice  # of this rank's t tokens
     key: slice  # of the row's T tokens

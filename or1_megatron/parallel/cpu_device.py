@@ -120,7 +120,7 @@ def _patch_tensor() -> None:
 
 
 def _on_cpu_already(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Convert the experts' token counts to numpy if ``as_numpy``. Megatron's own does so only for GPU tensors."""
+    """Convert the experts' token counts to numpy if ``as_numpy``. Megatron's own function converts only GPU tensors."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 

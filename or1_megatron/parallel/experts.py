@@ -51,7 +51,7 @@ class GroupedExperts(SequentialMLP):
 
 
 def _apply_linears(linears: Sequence[Any], x: Tensor, counts: list[int], share: Tensor | int = 1) -> Tensor:
-    """Map ``x`` [T, in] to [T, out], each expert's rows by the expert's linear and LoRA adapter.
+    """Map ``x`` [T, in] to [T, out]: each expert's linear and LoRA adapter map that expert's rows.
 
     ``share`` [T, 1] multiplies the biases.
     """
@@ -67,11 +67,11 @@ def _apply_linears(linears: Sequence[Any], x: Tensor, counts: list[int], share: 
 
 
 class GroupedProducts(torch.autograd.Function):
-    """Computes x W^T with a different W for each run of rows. The gradient of each W is added to its ``main_grad``."""
+    """Computes x W^T with a different W for each block of rows. Adds the gradient of each W to ``W.main_grad``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
-        """``x``: [T, in]; ``counts``: rows in each of E runs; ``weights``: E tensors [out, in]. Returns [T, out]."""
+        """``x``: [T, in]; ``counts``: rows in each of E blocks; ``weights``: E tensors [out, in]. Returns [T, out]."""
         ctx.save_for_backward(x, *weights)
         ctx.counts = counts
         return _products(x, counts, [weight.t() for weight in weights])
@@ -91,7 +91,7 @@ class GroupedProducts(torch.autograd.Function):
 
 
 def _products(x: Tensor, counts: list[int], factors: list[Tensor]) -> Tensor:
-    """Multiply each run of ``counts`` rows of ``x`` [T, in] by the run's factor [in, out]; return [T, out]."""
+    """Cut ``x`` [T, in] into blocks of ``counts`` rows; multiply each by its own factor [in, out]; return [T, out]."""
     out = x.new_empty(len(x), factors[0].shape[1])
     for rows, target, factor in zip(x.split(counts), out.split(counts), factors, strict=True):
         if len(rows):

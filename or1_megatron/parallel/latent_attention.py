@@ -27,8 +27,8 @@ class LatentAttention(MLASelfAttention):
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return (the queries' latents, the latents of keys and values together with the keys' rotated part).
 
-        Tensor parallelism cuts the second tensor's L + R columns. This method joins them and cuts the tokens (sequence
-        parallelism), so that Megatron sums the rotated part's gradient over the ranks' heads.
+        Megatron's method leaves the second tensor's L + R columns spread over TP. This method gathers the columns and
+        cuts the tokens instead (sequence parallelism). Megatron then sums the rotated part's gradient over all heads.
         """
         query, latents = super()._qkv_down_projection(hidden_states)
         if self.config.tensor_model_parallel_size > 1:

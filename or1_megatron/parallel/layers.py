@@ -1,7 +1,7 @@
 """The modules of one decoder layer: Megatron's own linears with our norm and attention, or Transformer Engine's.
 
-Tensor parallelism cuts the parameters of both kinds alike. A linear of Transformer Engine contains the norm of its
-input; ``weights.decoder.unfused_name`` maps that norm's name, so that a checkpoint of one kind loads into the other.
+Tensor parallelism cuts the parameters of both kinds alike. A linear of Transformer Engine contains its input's norm.
+``weights.decoder.unfused_name`` gives this norm the name of a separate norm, so both kinds load the same checkpoints.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RMSNorm(torch.nn.Module):
 def decoder_spec(kind: LayerKind, config: TransformerConfig) -> ModuleSpec:
     """Return the decoder's spec: a module for each symbol of ``model.LAYER_SYMBOL``, and no final norm.
 
-    ``config`` says whether queries and keys are normed, and whether there are latents.
+    ``config`` says whether queries and keys are normed, and whether attention uses latents.
     """
     layer = _transformer_engine_layer if kind == "transformer_engine" else _own_layer
     layers = HybridStackSubmodules(

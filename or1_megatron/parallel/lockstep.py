@@ -32,7 +32,7 @@ from or1_verify.errors import Or1Error
 log = logging.getLogger(__name__)
 
 Verb = Callable[..., Any]
-"""Takes (this replica's payload, if the call has payloads; the arguments for all ranks); returns this rank's result."""
+"""Takes this replica's payload, if the call has any, then the arguments for all ranks; returns this rank's result."""
 
 STOP = "stop"
 
@@ -47,7 +47,7 @@ _GRACE_S: Final = 30.0
 
 
 class LockstepError(PartLost, RuntimeError):
-    """Another rank failed in a verb, or is gone; the other rank's message is in the log and on stderr."""
+    """Another rank failed in a verb, or is gone. The message of the failed rank is in the log and on stderr."""
 
 
 class Lockstep:
@@ -188,7 +188,7 @@ class Lockstep:
         os._exit(1)
 
     def _must_end(self) -> None:
-        """End this rank after ``_UNWIND_S`` if the error that it is about to raise has not ended it by then."""
+        """End this process after ``_UNWIND_S``, unless the error that this rank raises next has ended it already."""
         self._broken = True
         self._heart.ends_within(_UNWIND_S, lambda: self._end(f"it did not end within {_UNWIND_S:g} s of its error"))
 

@@ -45,7 +45,7 @@ class Adapter(torch.nn.Module):
 
     Args:
         linear: a Megatron linear, whose weight is this rank's part [out, in].
-        of_row: [out] for each row of the weight, which of the linear's HF tensors (an index) holds the row.
+        of_row: [out] for each row of the weight, the index (among the linear's HF tensors) of the tensor with the row.
     """
 
     enabled: ClassVar[bool] = True
@@ -98,7 +98,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Adapters:
-    """All adapters on this rank, as ``model.lora`` says. Freezes ``base``, which from then on returns merged weights.
+    """Makes this rank's adapters, by ``model.lora``; freezes the model. Its ShardedWeights then return merged weights.
 
     Raises:
         ModelError: a target matches no linear, or the folder to start from does not fit the model.
@@ -139,7 +139,7 @@ class Adapters:
         self.weights.load_hf(self.new if folder is None else self.table.read(folder, model.hf, model.lora.alpha))
 
     def new(self, name: str) -> Tensor:
-        """Return a tensor's initial values, as peft's: A uniform within 1 / sqrt(in), B zero. The name is the seed."""
+        """Return peft's initial values: for a factor A, uniform in +-1 / sqrt(in); for B, 0. ``name`` is the seed."""
         values = torch.zeros(self.table.shapes({})[name])
         bound = 1 / math.sqrt(values.shape[1])
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

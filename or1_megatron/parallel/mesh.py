@@ -37,7 +37,7 @@ class Mesh:
     control: dist.ProcessGroup
     """The group of all ranks, over gloo, for objects and CPU tensors."""
     replica: dist.ProcessGroup
-    """The group of the ranks with this rank's data-parallel index, over gloo. The first receives the micro-batches."""
+    """The gloo group of the ranks with this rank's data-parallel index. Its first rank receives the micro-batches."""
     replica_leaders: tuple[int, ...]
     """Global rank of each replica's first rank, by data-parallel index."""
     expert_rank: int = 0

@@ -181,13 +181,13 @@ def _gpt_oss_config(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any
 def layer_pattern(chunk_layers: Sequence[range], sparse: Collection[int], linear: Collection[int] = ()) -> str:
     """Return Megatron's pattern of the whole model: a symbol per decoder layer, and "|" between the pipeline's chunks.
 
-    Megatron counts attention and MLP as two layers. ``layers.decoder_spec`` gives each symbol of ``LAYER_SYMBOL`` one
-    module with both. So a layer has the same number as in HF, in checkpoints too.
+    Megatron counts attention and MLP as two layers. Here each symbol of ``LAYER_SYMBOL`` stands for one module that
+    contains attention and MLP (``layers.decoder_spec``). So layers have the same indices as in HF, in checkpoints too.
 
     Args:
         chunk_layers: the layers of each chunk, in the model's order.
-        sparse: numbers of the layers with experts.
-        linear: numbers of the layers with linear attention.
+        sparse: indices of the layers with experts.
+        linear: indices of the layers with linear attention.
     """
     return Symbols.PIPE.join(
         "".join(LAYER_SYMBOL[layer in linear, layer in sparse] for layer in chunk) for chunk in chunk_layers
@@ -204,7 +204,7 @@ class PolicyModel(HybridModel):
 
     Args:
         chunk_layers: the decoder layers of all chunks, in the model's order.
-        index: number of the chunk on this pipeline stage; 0 unless the pipeline is interleaved.
+        index: the chunk's index on this pipeline stage; 0 unless the pipeline is interleaved.
     """
 
     def __init__(

@@ -104,7 +104,7 @@ class HostCopy:
             missing -= size
 
     def _pieces(self, storages: Sequence[UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (uint8 piece of a storage, its place in a slab); a piece ends where the storage or the slab ends."""
+        """Yield (uint8 piece of a storage, the piece's place in a slab). A piece ends where storage or slab ends."""
         slabs = iter(self._slabs)
         free = torch.empty(0, dtype=torch.uint8)
         for storage in storages:

@@ -1,4 +1,4 @@
-"""AdamW in Megatron's optimizers; clips gradients; skips steps whose loss or gradient is not finite; learning rates."""
+"""Builds the optimizer (AdamW), clips gradients, skips steps with non-finite loss or gradient, sets learning rates."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from or1_megatron.config.schema import OptimizerConfig, ParallelConfig
 
 _PIECE_NUMBERS: Final = 1 << 22
-"""A step updates at most this many numbers at once. The denominators for all parameters together would take 4 bytes per
-parameter, more memory than the activations in the passes before the step."""
+"""A step updates at most this many elements at once. Denominators for all parameters at the same time would take 4
+bytes per parameter, more memory than the activations in the passes before the step."""
 
 
 class FusedStepAdamW(torch.optim.Optimizer):

@@ -59,7 +59,7 @@ class Numbers:
     """Gradient norm of each of the three steps, before clipping."""
     gradient: Mapping[str, Tensor]
     moved: Mapping[str, Tensor]
-    """Parameters after the three steps minus those before."""
+    """Parameters after the three steps minus the parameters before them."""
     micro_batches: int = 1
 
 
@@ -88,8 +88,8 @@ def logits_of(network: Any, prompt: Int32Array, response: Int32Array) -> Tensor:
 def record_probe(network: Any, count: int, longest: int, seed: int) -> list[Sample]:
     """Sample ``count`` sequences of 4 to ``longest`` tokens from the model, as a rollout does.
 
-    In each sequence one response token is not counted. Advantages have both signs. The log-probs of the old policy, the
-    engine and the reference are the model's plus noise, so that ratios spread over the clip range. The padding token is
+    In each sequence one response token is not counted. Advantages have both signs. The old policy, the engine and the
+    reference get the model's log-probs plus noise, so that ratios spread over the clip range. The padding token is
     never sampled, because transformers gives its embedding no gradient.
     """
     rng, others = np.random.default_rng(seed), np.random.default_rng((seed, 1))
@@ -134,9 +134,9 @@ def trained_by(dtype: str) -> OptimizerConfig:
     """Return the optimizer settings for the three training steps; ``dtype`` decides the learning rate.
 
     With a smaller eps, gradients that are only rounding errors would cause full-size steps. With a rate three times as
-    large, the loss of a trained model would grow to thousands. In bfloat16 a step must be smaller than the rounding of
-    weights: the reference's fp32 weights would follow a larger step, rounded weights would not, and losses would differ
-    at random. Therefore the three steps in bfloat16 show only that an update takes a gradient and leaves finite
+    large, the loss of a trained model would grow to thousands. The rate for bfloat16 makes steps smaller than the
+    rounding of weights. A larger step would move the reference's fp32 weights, but not all rounded weights, and losses
+    would differ at random. So the steps in bfloat16 show only that an update takes a gradient and leaves finite
     weights. Losses and weights are compared only in float32.
     """
     return OptimizerConfig(lr=3e-4 if dtype == "float32" else 1e-6, eps=1e-3)
@@ -255,10 +255,10 @@ def references(
 ) -> dict[Aggregation, tuple[Numbers, Deviation]]:
     """Return, for each aggregation, (the reference's numbers, how far rounding alone moves transformers' numbers).
 
-    If ``dtype`` is float32, there is no GPU, and memory for float64 is free, then the reference is computed in float64
-    and the deviation is that of fp32. Otherwise the reference is computed in fp32 and the deviation is that of bf16. If
-    ``dtype`` is float32, this deviation is multiplied by 2^-16, the ratio of the rounding of fp32 to that of bf16. The
-    function changes the dtype of ``network``.
+    For ``dtype`` float32 on a machine without GPU and with enough free memory, the reference is computed in float64,
+    and the deviation is measured in fp32. In all other cases the reference is computed in fp32, and the deviation is
+    measured in bf16. In these cases the deviation for ``dtype`` float32 is the measured deviation times 2^-16, the
+    ratio of fp32's rounding to bf16's. The function changes the dtype of ``network``.
     """
     parameters = sum(parameter.numel() for parameter in network.parameters())
     exactly = dtype == "float32" and _FLOAT64_BYTES * parameters < host_memory().free and not torch.cuda.is_available()
@@ -291,8 +291,8 @@ Deviation = dict[str, Any]
 log_prob, entropy    absolute, over tokens
 loss                 absolute, over steps; relative if the reference's loss exceeds 1 in size
 grad_norm            relative, over steps
-gradient             ||g - g_ref|| / ||g_ref|| over tensors; ``gradient_at`` names the tensor with the largest
-parameters           the same for the change over three steps, with ``parameters_at``
+gradient             ||g - g_ref|| / ||g_ref||, largest over tensors; ``gradient_at`` names this tensor
+parameters           the same for the change of parameters in three steps; ``parameters_at`` names the tensor
 """
 
 

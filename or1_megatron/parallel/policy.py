@@ -47,9 +47,9 @@ class MegatronPolicy:
         network = build_network(model, parallel, mesh)
         self.hf, self.networks, self.weights = network.hf, network.chunks, network.weights
         self.parts = mesh.of_every_rank(self._part(parallel))
-        """For each rank, the part of a batch's routed experts that the rank uses; None for a dense model."""
+        """For each rank, which of a batch's recorded expert ids the rank uses; None for a dense model."""
         self.whole_batch: Batch | None = None
-        """On rank 0, the next call's batch, if it has routed experts: ``bring_experts`` sends them to the ranks."""
+        """On rank 0, the next call's batch if it has recorded expert ids. ``bring_experts`` sends them to the ranks."""
         self.adapters = network.adapters
         self.trained = network.weights if network.adapters is None else network.adapters.weights
         """What is trained, saved and loaded: all weights, or the adapters alone."""
@@ -140,9 +140,9 @@ class MegatronPolicy:
     def _total(
         self, per_micro_batch: Sequence[Mapping[str, torch.Tensor]], of_rank: Mapping[str, float]
     ) -> dict[str, float]:
-        """Add up, by name, the values of all replicas' micro-batches and the values in every rank's ``of_rank``.
+        """Return, by name, the sums over all replicas' micro-batches, and the sums of ``of_rank`` over all ranks.
 
-        A value whose name starts with ``max_`` is the maximum instead of the sum. Collective.
+        For a name that starts with ``max_``, return the maximum instead of the sum. Collective.
         """
         counts = self.mesh.last_stage and self.mesh.tensor_rank == 0
         local = _folded([{name: float(v) for name, v in sums.items()} for sums in per_micro_batch] if counts else [])
@@ -180,7 +180,7 @@ def _data_parallel(
 
 
 def _folded(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the parts' values by name: their maximum if the name starts with ``max_``, else their sum."""
+    """Return one value per name: the maximum over the parts if the name starts with ``max_``, else the sum."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():

@@ -1,6 +1,6 @@
 """Finds weights that differ between data-parallel replicas, which hold copies of the same parameters.
 
-A flipped bit in one rank's memory changes no number on other ranks. The replicas then drift apart, but the step's
+A flipped bit in one rank's copy of a weight does not change the other copies. The replicas drift apart, but the step's
 metrics hardly show it, because they are means over replicas.
 """
 

@@ -32,17 +32,17 @@ from or1_megatron.weights.table import Experts
 
 @dataclass(frozen=True)
 class ExpertsPart:
-    """The part of a batch's routed experts that one rank uses: for its tokens and its layers."""
+    """Says which of a batch's recorded expert ids one rank uses: the ids for the rank's tokens and layers."""
 
     data_rank: int
     context: tuple[int, int]  # (rank, ranks) of context parallelism
     sequence: tuple[int, int]  # the same for sequence parallelism
     layers: tuple[int, ...]
-    """Numbers of this rank's layers among the model's layers with experts."""
+    """This rank's layers with experts, as indices into the model's list of layers with experts."""
     mixture: Experts
 
     def cut(self, row: MicroBatch) -> OwnExperts:
-        """Return the experts for this rank's tokens and layers in a packed row of its data-parallel rank.
+        """Return the expert ids for this rank's tokens and layers in ``row``, a packed row of the rank's replica.
 
         Tokens that no engine has computed (padding, and the last token of each sequence) get experts round robin. These
         tokens do not affect any counted token.
@@ -62,10 +62,10 @@ class ExpertsPart:
 
 
 def bring_experts(mesh: Mesh, parts: Sequence[ExpertsPart], batch: Batch | None) -> list[OwnExperts]:
-    """Return, for each of this rank's packed rows, the experts of its tokens and layers; collective.
+    """Return, for each of this rank's packed rows, the expert ids for the rank's tokens and layers; collective.
 
     Args:
-        parts: the part of every rank.
+        parts: every rank's ExpertsPart.
         batch: the whole batch, on rank 0 only. Rank 0 sends the other ranks their parts, one rank after another.
     """
     if mesh.rank > 0:
@@ -79,7 +79,7 @@ def bring_experts(mesh: Mesh, parts: Sequence[ExpertsPart], batch: Batch | None)
 
 
 def replay_in(chunks: Iterable[torch.nn.Module]) -> None:
-    """Let each MoE layer of this rank take its tokens' experts from the packed row, if that has any, not by its router.
+    """Make each MoE layer of this rank use the packed row's recorded expert ids. Without ids, the router chooses.
 
     ``chunks`` must give the layers in the order of ``ExpertsPart.layers``.
     """
@@ -107,10 +107,10 @@ class _Replay:
     def get_replay_topk(
         self, scores: Tensor, chosen: int, groups: Any, chosen_groups: Any, own_choice: Callable[..., Any]
     ) -> tuple[Tensor, Tensor]:
-        """Return (scores, numbers) [t, k] of the experts that compute each token; ``scores`` [t, E] are the router's.
+        """Return (scores, ids) [t, k] of the experts that compute each token, from the router's ``scores`` [t, E].
 
-        If only experts are recomputed, the backward pass calls this a second time for each packed row. The layer may
-        have computed further rows by then, so rows wait in a queue: they go backward in forward order.
+        If only experts are recomputed, the backward pass calls this method again for each packed row. The layer may
+        have computed further rows by then, so rows wait in a queue: backward passes have the order of forward passes.
         """
         row = self._row
         assert row is not None
@@ -132,8 +132,8 @@ class _Replay:
 def rerouted(rows: Iterable[PackedRow], part: ExpertsPart | None) -> dict[str, float]:
     """Return {"rerouted": n / layers}; {} if no experts were replayed.
 
-    n is the number of counted tokens for which the policy would have chosen other experts, summed over this rank's
-    layers. layers is the number of layers with experts in the whole model.
+    ``n``: number of counted tokens for which the policy would have chosen other experts, summed over this rank's
+    layers. ``layers``: number of layers with experts in the whole model.
     """
     counts = [count for row in rows for count in row.rerouted.values()]
     return {"rerouted": float(torch.stack(counts).sum()) / len(part.mixture.layers)} if counts and part else {}

@@ -50,7 +50,7 @@ def objective_loss(
     Megatron's schedules expect this form from the last stage.
 
     Raises:
-        ValueError: the objective needs scores first; ``rl.objectives.whole_batch`` must evaluate it before the update.
+        ValueError: the head cannot evaluate this objective; ``rl.objectives.whole_batch`` must do so before the update.
     """
     if needs_scores(objective, one_pass):
         raise ValueError(

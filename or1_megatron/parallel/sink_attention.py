@@ -37,7 +37,7 @@ class SinkAttention(PackedCausalAttention):
     sharded_state_dict = DotProductAttention.sharded_state_dict
 
     def chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return attention [l, N, D]. An additional first key, with value zero, has the sinks as its logits."""
+        """Return attention [l, N, D]. The sinks are the logits of an additional first key, whose value is zero."""
         before, window = len(key) - len(query), self._window or len(key)
         scale = self.softmax_scale or query.shape[-1] ** -0.5
         sinks = self.softmax_offset[None, :, None].expand(len(query), -1, 1)

@@ -53,7 +53,7 @@ class HFTensors:
 
 
 class ShardedWeights:
-    """This rank's shards of the policy's weights, by row of the weight table (an ``interfaces.PolicyWeights``)."""
+    """Implements ``interfaces.PolicyWeights``: holds this rank's shards of the weights, by row of the weight table."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class ShardedWeights:
 
 
 def named_in_model(name: str, layers: range, first_expert: int) -> str:
-    """Return a parameter's name with the number of its layer and expert in the whole model instead of on this rank.
+    """Return a parameter's name with the indices of its layer and expert in the whole model, not those on this rank.
 
     The weight of one expert in a grouped product (``experts.linear_fc1.weight3``) gets the name that it has if experts
     are separate modules. A norm inside a linear (``linear_qkv.layer_norm_weight``) gets the name of a separate norm.

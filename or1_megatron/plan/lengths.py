@@ -96,7 +96,7 @@ Lengths = RecipeLengths | MeasuredLengths
 
 
 def read_lengths(run: Path | None, longest_prompt: int) -> Lengths:
-    """Return the lengths in a past run's rollout files, or without a run the recipe's distribution.
+    """Return the lengths in the rollout files of a past run; the recipe's distribution if ``run`` is None.
 
     Prompts of more than ``longest_prompt`` tokens count as ``longest_prompt`` tokens.
 

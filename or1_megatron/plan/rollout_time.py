@@ -30,15 +30,15 @@ def message_s(ranks: int, rates: Rates) -> float:
 
 
 def link_bytes_per_s(ranks: int, rates: Rates) -> float:
-    """Return the rate between two ranks of a group: within a node if the group fits one node, else between nodes."""
+    """Return the rate between two ranks: the rate within a node if ``ranks`` ranks fit into one, else between nodes."""
     return rates.link_bytes_per_s if ranks <= rates.node_devices else rates.network_bytes_per_s
 
 
 def engine_clock(config: Config, shape: Shape, rates: Rates) -> EngineClock:
     """Return the predicted times and limits of one engine of ``config``.
 
-    Each iteration reads all weights, including all experts, but an input embedding only if it is also the output layer.
-    Tensor parallelism adds two all-reduces of [n, H] per layer.
+    Each iteration reads all weights, including all experts. The input embedding counts only if it is also the output
+    layer. Tensor parallelism adds two all-reduces of [n, H] per layer.
     """
     rollout, k = config.rollout, config.rollout.tensor_parallel
     rates = rates.with_busy(rollout.engines * k)
@@ -64,7 +64,7 @@ def engine_clock(config: Config, shape: Shape, rates: Rates) -> EngineClock:
 
 
 def cache_tokens(config: Config, shape: Shape, rates: Rates) -> int:
-    """Return how many tokens an engine's KV cache holds. If vLLM chooses its size, ``gpu_memory_fraction`` decides."""
+    """Return how many tokens an engine's KV cache holds. If vLLM sizes the cache, ``gpu_memory_fraction`` decides."""
     held = kv_tokens(config, shape)
     if held is not None:
         return held

@@ -64,14 +64,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Predicted time of one step. Evaluations and saves count with their average per step."""
+    """Predicted time of one step. Evaluations and saves add their average time per step."""
 
     verbs: Mapping[str, float]
     """Seconds that the loop spends in each verb; their sum is the step's time."""
     engine_s: float
     """Seconds in which an engine works (mean over engines)."""
     idle_share: float
-    """Share of the rollout's time, or with ``max_staleness`` of the step's time, in which an engine is idle (mean)."""
+    """Share of the rollout's time (with ``max_staleness``: of the step's time) in which an engine is idle (mean)."""
     parts_s: Mapping[str, float]
     """Seconds of all engines together, by PARTS."""
     update: UpdateTime
@@ -144,7 +144,7 @@ class Steps:
         )
 
     def _request_rollouts(self, count: int) -> None:
-        """Start rollouts until ``count`` are under way. With refill, each has as many prompts as needed on average."""
+        """Start rollouts until ``count`` are under way. With refill, each has as many prompts as needed, on average."""
         stage, prompts = self.stage, self.stage.prompts_per_step
         if stage.refill_prompts:
             prompts = min(math.ceil(prompts / self.lengths.kept_share), prompts + stage.refill_prompts)
@@ -171,7 +171,7 @@ class Steps:
         return waits | verbs, update, int(made.response_tokens.sum())
 
     def _trainer(self, made: Workload) -> tuple[dict[str, float], UpdateTime]:
-        """Return (seconds of the verbs after ``verify``, the update's time). A save counts only the copy to host."""
+        """Return (seconds of the verbs after ``verify``, the update's time). A save costs only its copy to host."""
         config, shape, rates = self.config, self.machine.shape, self.machine.rates
         sequences = self._kept(made.sequences)
         update = update_time(config, shape, rates, sequences, self.stage.reuse)

@@ -101,7 +101,7 @@ def _data_rows(planned: Plan) -> Iterator[Row]:
 def stage_rows(planned: Plan) -> dict[str, list[str]]:
     """Return, by row name, a value for each stage. Rows that no stage uses are left out.
 
-    Rows named "at most" are upper bounds: every response has T tokens, and no group is rejected.
+    Rows named "at most" are upper bounds: they assume that every response has T tokens and no group is rejected.
     """
     config, stages = planned.config, planned.config.stages
     at_once, data = config.rollout.engines * config.rollout.max_concurrent, config.parallel.data

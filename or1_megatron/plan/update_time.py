@@ -129,8 +129,8 @@ def _stage_seconds(
 def passes(work: StageWork, parallel: ParallelConfig, frozen: bool = False) -> tuple[float, float]:
     """Return the operations of a forward and backward pass, with recomputation: (per token, per pair of tokens).
 
-    A layer takes 3 times its forward pass, or 4 with full recompute; with selective recompute only its MLP takes 4. The
-    head takes 4, or 3 in one_pass. With ``frozen`` weights (LoRA) both take 1 less; adapters (1%) are left out.
+    A layer takes 3 times its forward pass, or 4 with full recompute; with selective recompute, only its MLP takes 4.
+    The head takes 4, or 3 in one_pass. ``frozen`` weights (LoRA) save 1 per token in both; adapters (1%) are left out.
     """
     again = {"none": 0.0, "selective": work.mlp_token, "full": work.layer_token}[parallel.recompute]
     head = 4 if parallel.head == "recompute" else 3
@@ -139,8 +139,8 @@ def passes(work: StageWork, parallel: ParallelConfig, frozen: bool = False) -> t
 
 
 def _row_communication_s(tokens: int, config: Config, shape: Shape, rates: Rates) -> float:
-    """Return the seconds of a packed row's collectives. TP has two all-reduces of [T / CP, H] per layer and pass, or
-    with sequence parallelism four collectives. CP gathers keys and values in each forward pass and reduces their
+    """Return the seconds of a packed row's collectives. TP has two all-reduces of [T / CP, H] per layer and pass (with
+    sequence parallelism, four collectives instead). CP gathers keys and values in each forward pass and reduces their
     gradients in the backward pass."""
     parallel = config.parallel
     number, layers = BYTES[config.model.dtype], shape.layers / parallel.pipeline

@@ -69,8 +69,8 @@ def balanced(sizes: NDArray[np.int64], parts: int, same_count: bool = False) -> 
 
     Karmarkar and Karp 1982: each index begins as a partition in which one part holds the index and the others are
     empty. Each step merges the two partitions whose sums are spread most widely. It joins the largest part of one with
-    the smallest part of the other, and so on, until one partition is left. With ``same_count`` a partition begins with
-    ``parts`` indices of similar size, one in each part.
+    the smallest part of the other, the next largest with the next smallest, and so on. The last partition is the
+    result. With ``same_count`` a partition begins with ``parts`` indices of similar size, one in each part.
 
     Worked example: 8, 7, 6, 5, 4 give two parts with sums 14 and 16.
     """

@@ -32,8 +32,8 @@ COLLAPSE_STEPS: Final = 100
 """Wrong settings make entropy fall within this many steps (the report, ablations 4 and 6)."""
 
 _MISMATCH: Final[Mapping[str, tuple[float, float]]] = {"float32": (1e-4, 1e-2), "bfloat16": (0.05, 5.0)}
-"""For each dtype, default limits of the (mean, largest) |engine - policy| log-prob, in nats. Rounding, measured against
-transformers: at most 2e-5 in fp32, 0.02 to 0.2 per token in bf16. The largest of millions of tokens is far higher."""
+"""For each dtype, default limits of |engine - policy| log-prob, in nats: (mean, largest). Rounding, measured against
+transformers: at most 2e-5 in fp32, 0.02 to 0.2 per token in bf16. Over millions of tokens the largest is far higher."""
 
 _REMEMBERED: Final = ("stage", "policy/grad_norm", "accuracy/all", "accuracy/non_truncated")
 
@@ -93,22 +93,22 @@ class Alarms:
         return {"remaining": dict(self._remaining), "rows": list(self._rows)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` returned. Older versions of the program saved no ``rows``."""
+        """Take over what ``state()`` returned. Older versions of the program saved no ``rows``."""
         self._remaining = {name: state["remaining"].get(name, 0) for name in ALARMS}
         self._rows = [dict(row) for row in state.get("rows", [])]
 
     def _past(self, *names: str, stage: int | None = None) -> list[tuple[float, ...]]:
-        """Return the metrics ``names`` of each remembered step that has them all, oldest first.
+        """Return the values of the metrics ``names`` in each remembered step that has them all, oldest step first.
 
-        ``stage``: only steps of this stage; None: of all stages.
+        ``stage``: use only steps of this stage; None: steps of all stages.
         """
         rows = [row for row in self._rows if stage is None or row["stage"] == stage]
         return [tuple(row[name] for name in names) for row in rows if all(name in row for name in names)]
 
     def _trends(self, stage: int, half: int, *names: str) -> list[tuple[float, float]] | None:
-        """Return for each metric (mean of the ``half`` steps before the last ``half``, mean of the last ``half``).
+        """Return for each metric (mean of the first half, mean of the second half) of the last 2 * ``half`` steps.
 
-        Counts only steps of ``stage`` that have all metrics. Returns None if there are fewer than 2 * ``half``.
+        Counts only steps of ``stage`` that have all metrics. Returns None if there are fewer than 2 * ``half`` of them.
         """
         rows = self._past(*names, stage=stage)[-2 * half :]
         if len(rows) < 2 * half:
@@ -179,7 +179,7 @@ class Alarms:
         )
 
     def _non_truncated(self, seen: StepSeen) -> str | None:
-        """Return a text if, over TREND_STEPS, accuracy rises and non-truncated accuracy falls, each by TREND_CHANGE."""
+        """Return a text if, over TREND_STEPS, accuracy rises and non-truncated accuracy falls, both by TREND_CHANGE."""
         trends = self._trends(seen.stage_index, TREND_STEPS, "accuracy/all", "accuracy/non_truncated")
         if trends is None or "accuracy/non_truncated" not in seen.metrics:  # every response was truncated
             return None

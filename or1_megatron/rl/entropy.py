@@ -77,7 +77,7 @@ class EntropyController:
         self.coefficient = config.coefficient
         """The controller's c_k."""
         self._before: float | None = None
-        """The entropy e_{k-1} of the step before."""
+        """The entropy e_{k-1} of the previous step."""
 
     def alpha(self, entropy: float) -> float:
         """Return alpha_k for e_k = ``entropy``."""
@@ -90,7 +90,7 @@ class EntropyController:
         return seen is None or seen <= self._config.target
 
     def advance(self, entropy: float) -> None:
-        """Move c_k to c_{k+1} after a step whose entropy was ``entropy``. If it equals the target, c_k stays."""
+        """Move c_k to c_{k+1} after a step with this ``entropy``. If ``entropy`` equals the target, c_k stays."""
         target = self._config.target
         if self._config.mode == "adaptive" and entropy != target:
             moved = self.coefficient + (self._config.delta if entropy < target else -self._config.delta)
@@ -102,6 +102,6 @@ class EntropyController:
         return {"coefficient": self.coefficient, "before": self._before}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` returned. Modes other than ``adaptive`` keep the configured coefficient."""
+        """Take over what ``state()`` returned. Modes other than ``adaptive`` keep the configured coefficient."""
         if self._config.mode == "adaptive":
             self.coefficient, self._before = float(state["coefficient"]), state.get("before")

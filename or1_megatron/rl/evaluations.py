@@ -12,11 +12,11 @@ from or1_megatron.types import EvaluationResult
 
 Due = Literal["no", "during", "whole"]
 """Which evaluation is due. ``whole``: before or after training, with ``samples`` responses per problem. ``during``:
-between them, with ``samples_during`` responses per problem."""
+while the run trains, with ``samples_during`` responses per problem."""
 
 
 class Evaluations:
-    """The held-out results of a run: before training, after training, and the best one in between."""
+    """The held-out results of a run: before training, after training, and the best since training began."""
 
     def __init__(self, config: EvaluationConfig, schedule: StageSchedule) -> None:
         self._config, self._schedule = config, schedule
@@ -40,9 +40,9 @@ class Evaluations:
         return "during" if every and steps_done % every == 0 else "no"
 
     def settings(self, steps_done: int) -> EvaluationConfig:
-        """Return the settings of the stage that trained the weights of ``steps_done``.
+        """Return the settings of the stage that trained the weights after ``steps_done`` steps.
 
-        Before training, return the settings of the stage that comes next.
+        Before training, return the settings of the run's first stage.
         """
         return self._config.in_stage(self._stage(steps_done))
 
@@ -78,7 +78,7 @@ class Evaluations:
         }
 
     def restore(self, state: Mapping[str, Any], steps_done: int) -> None:
-        """Take over what ``state`` returned. If the run has more steps by now, forget the result after training."""
+        """Take over what ``state()`` returned. If the run now has more steps, forget the result after training."""
         self.first_step, self._done_at = state["first_step"], state["done_at"]
         self.before, self.after = _result(state["before"]), _result(state["after"])
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])

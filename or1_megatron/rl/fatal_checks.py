@@ -108,7 +108,7 @@ def frequent_reasons(verdicts: Iterable[Any]) -> str:
 
 
 def count_rejected(rejected: Sequence[AdvantagedGroup]) -> tuple[int, int, int]:
-    """Return the numbers of rejected groups that are (all right, all wrong, mixed).
+    """Return three numbers of rejected groups: (all right, all wrong, mixed).
 
     A mixed group is rejected only when a truncation mask leaves its rewards without spread.
     """
@@ -120,7 +120,7 @@ def count_rejected(rejected: Sequence[AdvantagedGroup]) -> tuple[int, int, int]:
 def check_verdicts(groups: Sequence[Group], max_error_fraction: float) -> None:
     """Raise VerificationFailing if too many verdicts are ``error`` or ``timeout``.
 
-    Up to ``max_error_fraction`` may be ``error``. Up to half may be ``timeout``, because the responses can be at fault.
+    At most ``max_error_fraction`` of them may be ``error``, and at most half ``timeout``, which responses can cause.
     """
     verdicts = [verdict for group in groups for verdict in group.verdicts]
     limits = {"error": (max_error_fraction, "verify.max_error_fraction"), "timeout": (0.5, "see verify.timeout_s")}

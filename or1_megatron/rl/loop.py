@@ -195,7 +195,7 @@ class Loop:
 
     @stopping_verb
     def roll_out(self, prompts: Sequence[Prompt], stage: StageConfig) -> None:
-        """Sample a group of responses to each prompt and wait until the last one is decoded."""
+        """Sample a group of responses to each prompt and wait until the last response is decoded."""
         if not self.supply.requested_steps:
             self.supply.request_rollout(prompts, stage, self.steps_done)
         self.supply.request_ahead(stage, self._sure_steps(self.supply.requested_steps))
@@ -215,7 +215,7 @@ class Loop:
         self.supply.request_ahead(stage, self._sure_steps(self.supply.requested_steps + 1))
 
     def _sure_steps(self, first: int) -> list[int]:
-        """Return the steps, ``first`` to ``max_staleness`` after the current step, that are surely in its stage."""
+        """Return the steps that are ``first`` to ``max_staleness`` after the current step and surely in its stage."""
         ahead = range(first, self.config.max_staleness + 1)
         return [self.steps_done + n for n in ahead if self.schedule.surely_goes_on(self.steps_done, n)]
 
@@ -226,7 +226,7 @@ class Loop:
 
     @stopping_verb
     def assign_advantages(self, groups: Sequence[Group], stage: StageConfig) -> list[AdvantagedGroup]:
-        """Subtract penalties, if there are any, from the rewards, and normalise the rewards within each group."""
+        """Subtract penalties, if there are any, from the rewards, and return each group with its advantages."""
         advantage = self.config.algorithm.advantage
         return assign_advantages(groups, advantage, reward_penalties(groups, advantage, stage.max_response_tokens))
 

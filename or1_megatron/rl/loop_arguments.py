@@ -63,7 +63,7 @@ class LoopConfig:
     max_error_fraction: float
     """Largest share of a step's verdicts that may be ``error``; above it, the run ends."""
     export_folder: Path
-    """Folder of the final HF export; an export after step 20 is written beside it, as ``<name>_step_000020``."""
+    """Folder of the final HF export. Earlier exports are written beside it as ``<name>_step_<step in six digits>``."""
     hardware: TrainerGpus | None = None
     safety: SafetyConfig = SafetyConfig()
     dtype: str = "float32"

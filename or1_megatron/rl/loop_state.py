@@ -25,7 +25,7 @@ class Saving:
         self._write_s: float | None = None  # writing time of the last checkpoint, until it is reported
 
     def write(self, step: int, best: bool) -> None:
-        """Save the snapshot, taken after ``step``. If ``step`` is already saved and is the best, tell the keeper so."""
+        """Save the snapshot of ``step``. If it is saved already, only tell the keeper, and only of a ``best`` step."""
         if self.saved_at != step:
             self.finish(wait=True)
             self._policy.save(self._keeper.folder_for(step), self.snapshot, self._rollouts.finished_responses())
@@ -44,6 +44,6 @@ class Saving:
             self._writing = None
 
     def take_write_s(self) -> dict[str, float]:
-        """Return the metric ``checkpoint/write_s`` once for each checkpoint written; {} until the next is written."""
+        """Return the metric ``checkpoint/write_s`` if a checkpoint was completed since the last call; else {}."""
         write_s, self._write_s = self._write_s, None
         return {} if write_s is None else {"checkpoint/write_s": write_s}

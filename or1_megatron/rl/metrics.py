@@ -70,7 +70,7 @@ class StepRecord:
     staleness: int = 0
     """Versions by which the oldest sampled token was behind the policy."""
     scores: TokenScores | None = None
-    """Log-probs and entropies of kept groups that the policy first computed in this step; None: there are none."""
+    """The first scores that the policy gave the kept groups' responses in this step; None: there are none."""
 
 
 def step_metrics(step: StepRecord, hardware: TrainerGpus | None = None) -> dict[str, float]:

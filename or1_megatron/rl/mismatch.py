@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from or1_megatron.types import Float32Array
 
 _LARGEST: Final = 20.0
-"""Before exp(), |d| and |s| are clamped to this."""
+"""|d| and |s| are clamped to this value before exp()."""
 
 
 def mismatch_metrics(

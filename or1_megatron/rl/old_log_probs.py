@@ -44,10 +44,10 @@ def score(
     layout: BatchLayout,
     stale: bool = False,
 ) -> Scored:
-    """Return the kept groups as samples, scored by the policy where rho needs it, and by the reference if there is one.
+    """Return the kept groups as samples, with log-probs by pi_k if rho needs them and by the reference if there is one.
 
-    rho needs pi_k's log-probs if N_SGD > 1 and ``old_is_the_policy``. With N_SGD = 1, rho is 1, and the update compares
-    its own log-probs with the engines'. ``stale``: older weights than the policy's drew the samples.
+    rho needs pi_k's log-probs if N_SGD > 1 and ``old_is_the_policy`` is true. With N_SGD = 1 and ``old_is_the_policy``,
+    rho is 1. ``stale``: weights older than the policy's drew samples.
     """
     groups = [to_samples(group) for group in kept]
     samples = [sample for group in groups for sample in group]
@@ -67,7 +67,7 @@ def score(
 def check_mismatch(
     policy: Policy, kept: Sequence[AdvantagedGroup], stage: StageConfig, layout: BatchLayout, version: int, limit: float
 ) -> None:
-    """Compare log-probs of policy and engines on up to JUDGED responses, each sampled wholly by weights ``version``.
+    """Compare log-probs of policy and engines on up to JUDGED responses that weights ``version`` sampled wholly.
 
     Raises:
         MismatchTooLarge: the mean |engine - policy| log-prob, in nats, is above ``limit`` or not finite.
@@ -86,7 +86,7 @@ def check_mismatch(
 
 
 def first_scores(scored: Scored, updates: Sequence[UpdateReport]) -> TokenScores | None:
-    """Return the policy's first scores of every sample in this step, in order; None if none were recorded.
+    """Return, for each sample in order, the first scores that the policy gave it in this step; None if not recorded.
 
     The scores are from the pass before the updates, or else from the first SGD step that trained on the sample.
     """

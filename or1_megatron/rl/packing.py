@@ -11,7 +11,7 @@ and cut into layers of one row per rank. The layer with the widest spread of cos
 goes to the rank with the least work so far. The result is deterministic: ties go to the earlier sample, row and rank.
 
 Limits: where the budget is near the longest sequence, up to 1 / R of the tokens is padding, because R is an integer.
-Other rows of the same length T could then balance the costs better, by 1% (33 rows) to 7% (3 rows). With a budget of
+Another plan with the same T could then balance the costs better, by 1% (33 rows) to 7% (3 rows). With a budget of
 1.5 times the longest sequence, neither effect shows. No step is faster than the longest sequence alone.
 """
 
@@ -48,7 +48,7 @@ class SequenceCost:
         for its score and as many for its value.
 
         Args:
-            weights: number of weights that multiply every token, with the output layer, without the input embedding.
+            weights: number of weights that multiply every token, including the output layer, not the input embedding.
             attention_width: layers * heads * head_dim.
         """
         return cls(2.0 * weights, 2.0 * attention_width)
@@ -115,7 +115,7 @@ def plan_rows(lengths: Ints, layout: BatchLayout) -> RowPlan:
 
 
 def _best_fit(sizes: Sequence[int], order: Sequence[int], capacity: int) -> Rows:
-    """Return rows. Each sequence, in ``order``, goes into the fullest row that has room, or else into a new row."""
+    """Return rows. Each sequence, in ``order``, goes into the fullest row that has room for it, or into a new row."""
     rows: Rows = []
     rooms: list[tuple[int, int]] = []  # (tokens left, row), ascending
     for i in order:

@@ -17,7 +17,7 @@ from or1_megatron.types import Group
 def reward_penalties(
     groups: Sequence[Group], config: AdvantageConfig, longest: int
 ) -> list[NDArray[np.float64]] | None:
-    """Return the penalties [M] of each group's responses of up to ``longest`` tokens; None: no penalty is set."""
+    """Return each group's penalties [M], or None if none is set. ``longest``: the limit of a response, in tokens."""
     if config.overlong_tokens is None:
         return None
     lengths = [np.array([completion.token_ids.size for completion in group.completions]) for group in groups]

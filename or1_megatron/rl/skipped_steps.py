@@ -13,7 +13,7 @@ from or1_verify.errors import UserError
 
 
 class TooManySkipped(UserError, RuntimeError):
-    """``safety.max_skipped_in_a_row`` SGD steps in a row had no finite loss or gradient."""
+    """``safety.max_skipped_in_a_row`` SGD steps in a row had a loss or gradient that is not finite."""
 
 
 class UpdateGuard:
@@ -21,7 +21,7 @@ class UpdateGuard:
 
     Args:
         max_in_a_row: ``safety.max_skipped_in_a_row``.
-        tell: takes the step and a sentence, which it shows in the log and on the console.
+        tell: called with a rollout step and a sentence, which it shows in the log and on the console.
         one_pass: whether the policy's output head is one-pass (``objectives.whole_batch.needs_scores``).
     """
 

@@ -15,7 +15,7 @@ from or1_megatron.types import Group
 
 
 class Plateau:
-    """The rule of ``PlateauConfig``: a stage has converged when ``patience`` blocks of a metric in a row are flat.
+    """The rule of ``PlateauConfig``: a stage has converged when ``patience`` successive blocks of a metric are flat.
 
     A block is ``window`` values. It is flat if its mean is at most ``gain`` above the best mean of an earlier block.
 
@@ -130,9 +130,9 @@ class StageSchedule:
             self._plateau.read(metrics)
 
     def surely_goes_on(self, steps_done: int, ahead: int = 1) -> bool:
-        """Return whether the step ``ahead`` steps after the next is in the current stage, whatever the metrics will be.
+        """Return whether the current stage is certain to have a step that is ``ahead`` steps after the next step.
 
-        With a plateau rule this is known only for ``ahead`` = 1.
+        With a plateau rule the answer is False for ``ahead`` > 1.
         """
         done = self.stage_step(steps_done) + ahead
         may_end = self._plateau is not None and (ahead > 1 or self._plateau.may_be_reached(done))
@@ -148,7 +148,7 @@ class StageSchedule:
         return {"starts": list(self._starts), "ends": list(self._ends), "plateau": plateau}
 
     def restore(self, state: Mapping[str, Any], steps_done: int) -> None:
-        """Take over what ``state`` returned. Raises ResumeError when the stages' steps contradict ``steps_done``."""
+        """Take over what ``state()`` returned. Raises ResumeError when the stages' steps contradict ``steps_done``."""
         starts, ends = [int(start) for start in state["starts"]], [str(end) for end in state["ends"]]
         for stage, end, first, last in zip(self.stages, ends, starts, starts[1:], strict=False):
             check_stage_over(stage, end, last - first)

@@ -76,7 +76,7 @@ class Supply:
         return Filtered(len(solved), len(outside), left)
 
     def draw_prompts(self, stage: StageConfig) -> list[Prompt]:
-        """Return the next step's prompts: D_R and the refill. Raises DataError when the stream has fewer than D_R."""
+        """Return the next step's prompts: D_R, and some for a refill. Raises DataError when fewer than D_R are left."""
         self._before = self._stream.state()
         wanted, left = stage.prompts_per_step, self._stream.left
         return self._stream.take(wanted + max(0, min(stage.refill_prompts, left - wanted)))
@@ -100,7 +100,7 @@ class Supply:
             self.request_rollout(self.draw_prompts(stage), stage, step)
 
     def collect(self) -> tuple[list[Group], RolloutReport]:
-        """Return the groups of the oldest step; prompts that the step did not need go back to the stream."""
+        """Wait for the oldest step's groups, and return them. Prompts that it did not need go back to the stream."""
         groups, report = self._rollouts.collect()
         step = self._pending.popleft()
         if step.refilled:
@@ -110,13 +110,13 @@ class Supply:
         return groups, report
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON-able state, with the stream as before the rollouts under way: a resumed run repeats them."""
+        """Return the JSON-able state. A resumed run repeats the rollouts under way: the stream is as before them."""
         return {
             "stream": self._pending[0].before if self._pending else self._stream.state(),
             "rejected_share": self.rejected_share,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` returned."""
+        """Take over what ``state()`` returned."""
         self._stream.restore(state["stream"])
         self.rejected_share = state.get("rejected_share", 0.0)

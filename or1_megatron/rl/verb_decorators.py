@@ -57,8 +57,7 @@ def stopping_verb[**P, R](method: Callable[Concatenate[Loop, P], R]) -> Callable
 def deferred_verb[**P, R](method: Callable[Concatenate[Loop, P], R | None]) -> Callable[Concatenate[Loop, P], R | None]:
     """Make the method a verb that is skipped, and returns None, if the run has been asked to stop.
 
-    The resumed run does the skipped work. Losing the engines while the run is stopping is no error, because they may be
-    gone with their node.
+    The resumed run does the skipped work. When the run is stopping, lost engines are no error: their node may be gone.
     """
 
     @wraps(method)

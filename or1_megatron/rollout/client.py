@@ -48,8 +48,7 @@ class RolloutsClient:
     """Implements ``interfaces.Rollouts`` with the manager actor. Every wait has a deadline.
 
     After ``allow_restarts`` was called, a lost manager is restarted. The engines abort the lost manager's requests. The
-    new manager takes the responses that the engines have finished, and requests again, with the same seeds, all other
-    responses of the rollouts under way.
+    new manager takes the responses that the engines have finished, and requests all others again with the same seeds.
     """
 
     def __init__(
@@ -99,8 +98,8 @@ class RolloutsClient:
         """From now on, restart lost engines and a lost manager instead of ending the wait with an error.
 
         Args:
-            restart_engines: a function that restarts lost engines and then calls ``engines_restarted``. Before that,
-                other engines may sample the lost engines' requests.
+            restart_engines: a function that restarts lost engines and then calls ``engines_restarted``. Until this
+                call, other engines can already sample the lost engines' requests.
             on_manager_restart: called with the reason when the manager is restarted.
             in_turns: whether engines and trainer use the same GPUs in turns, so that no engine may decode during
                 ``restart_engines``. The engines then abort all requests first, and a new manager requests them again.
@@ -181,14 +180,14 @@ class RolloutsClient:
         return groups, report
 
     def trained(self) -> None:
-        """Drop the collected responses and, if only urgent rollouts or none are under way, the restored responses."""
+        """Drop the collected responses. Drop the restored ones too, unless a non-urgent rollout is under way."""
         self._collected.clear()
         if all(requested.urgent for requested in self._under_way.values()):
             self._restored.clear()  # nobody has requested the rest
 
     def progress(self) -> tuple[int, int]:
-        """Return (responses finished, responses expected) of the first rollout; the last known numbers if the manager
-        does not answer at once."""
+        """Return (responses finished, responses expected) of the oldest urgent rollout, else of the oldest rollout. If
+        the manager does not answer at once, return the last known numbers."""
         try:
             self._progress = self._call("progress", timeout_s=_PROGRESS_S)
         except RolloutError:
@@ -196,8 +195,8 @@ class RolloutsClient:
         return self._progress
 
     def finished_responses(self) -> bytes:
-        """Return the packed finished responses. If the manager does not answer, the responses that only the manager has
-        are left out and are sampled again after a resume, so that no checkpoint fails because of them."""
+        """Return the packed finished responses. If the manager does not answer, leave out the responses that only the
+        manager has, so that the checkpoint can still be written. A resumed run samples these responses again."""
         finished = [*self._restored.values(), *self._collected]
         under_way = [requested for requested in self._under_way.values() if not requested.urgent]
         try:
@@ -212,8 +211,8 @@ class RolloutsClient:
     def restore_responses(self, responses: bytes, version: int | None = None) -> None:
         """Let later rollouts, except urgent ones, take these responses for equal requests instead of sampling.
 
-        ``version``: keep only responses whose tokens were all sampled by this version. Responses that cannot be read
-        are ignored. ``trained`` drops unused responses.
+        ``version``: keep only responses whose tokens were all sampled with this version of the weights. Responses that
+        cannot be read are ignored. ``trained`` drops unused responses.
         """
         try:
             finished = {
@@ -339,7 +338,7 @@ class RolloutsClient:
         return manager
 
     def _take_finished(self, engine: Any) -> list[bytes]:
-        """Make an engine abort the old manager's requests. Returns the packed finished responses; [] if it is lost."""
+        """Make an engine abort the old manager's requests; return [its packed finished responses], or [] on failure."""
         try:
             return [ray.get(engine.switch_manager.remote(self._number), timeout=_MARGIN_S)]
         except RayError as error:

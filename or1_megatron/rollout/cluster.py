@@ -3,7 +3,7 @@
 When the driver (trainer rank 0) is killed, the kernel ends gcs_server and raylet with it. The workers (engines,
 manager, verifiers) follow within about two seconds (measured with Ray 2.60), and Ray's two agents within a minute, or
 earlier if the run has a launcher, which ends them. On a cluster that was running before, Ray ends the actors of a job
-whose driver is gone; ``reap_run`` makes sure at the next start.
+whose driver is gone; at the next start, ``reap_run`` ends any that are left.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def start_ray(address: str | None, run_id: str) -> None:
 
 @contextlib.contextmanager
 def _patient_start() -> Iterator[None]:
-    """Within the block, let ``ray.init`` wait for Ray's processes while they run, for at most ``_START_PATIENCE_S``.
+    """Within the block, let ``ray.init`` wait up to ``_START_PATIENCE_S`` for the raylet, unless the raylet ends.
 
     Ray 2.60 gives its raylet 30 s to register, and the raylet ends itself when its agents have not written files with
     their ports within 15 s (ray-project/ray#65983). So the ports are chosen and written before the agents start.
@@ -171,7 +171,7 @@ def check_ray(every_s: float = 0.0) -> None:
     """Check that Ray's head and this node's raylet each answer within 30 s.
 
     Does nothing if the last check was less than ``every_s`` seconds ago. Ray's own calls notice the raylet's death only
-    after 15 s. After the death of the head they wait until Ray aborts this process.
+    after 15 s. If the head is dead, Ray's own calls wait until Ray aborts this process.
 
     Raises:
         RayLost: the head or the raylet does not answer.

@@ -53,8 +53,8 @@ def wait_without_spinning() -> None:
     """On CPU, make this process sleep between polls for messages. Each of vLLM's processes calls this.
 
     Under tensor parallelism the readers of vLLM's queues spin for a second after every message. On CPU these readers
-    take the cores from other processes: while a worker waits for the next call, the trainer packs weights. vLLM's
-    other way of waiting loses some notifications if many come at once, and the reader then sleeps for 5 s.
+    take the cores from other processes, for example from a trainer that packs weights meanwhile. vLLM's other way of
+    waiting loses some notifications if many come at once, and the reader then sleeps for 5 s.
     """
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
@@ -86,9 +86,9 @@ def save_host_memory() -> None:
 
 
 def pass_rows_as_bytes() -> None:
-    """Make vLLM's core in this process return as bytes the rows that ``worker.SeededSampler`` made for a request.
+    """Make vLLM's core in this process return a request's rows (made by ``worker.SeededSampler``) as bytes.
 
-    vLLM's own four objects per token take longer to make and to free than all our work on a token.
+    vLLM's own code makes four objects per token. Making and freeing them takes longer than all our work on a token.
     """
     from vllm.v1.outputs import LogprobsLists
 
@@ -195,7 +195,7 @@ class VllmEngine:
 
     @property
     def idle(self) -> bool:
-        """Return whether there is nothing to step: no requests, or no checked weights to decode them with."""
+        """Return whether ``step`` has nothing to do: there are no requests, or the weights are not checked yet."""
         return not self._serving or not self.pending
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -251,7 +251,7 @@ class VllmEngine:
         return finished
 
     def score_prompts(self, token_ids: Sequence[Int32Array]) -> list[Float32Array]:
-        """Return for each sequence of p tokens the log-probs [p - 1] of all tokens after the first, at temperature 1.
+        """Return, for each sequence of p tokens, the log-probs [p - 1] of all tokens but the first, at temperature 1.
 
         The last token of the first sequence is computed on top of the prefix cache, as tokens of responses are. All
         other tokens are computed afresh. Requests in flight advance meanwhile, but ``step`` returns their completions
@@ -319,7 +319,7 @@ class VllmEngine:
             self._finished.append(self._completion(self._pending.pop(name), output, now_s, routed.get(name)))
 
     def _routed_experts(self, ended: Mapping[str, _InFlight]) -> dict[str, RoutedExperts]:
-        """Return, by request, the experts of responses that ended in the latest step, if the request asks for them."""
+        """Return, by name, the recorded expert ids of requests that ended in the latest step, if they ask for ids."""
         asked = [
             (name, len(made.request.prompt.token_ids) + len(made.table) // _ROW_BYTES - 1)
             for name, made in ended.items()
@@ -442,10 +442,10 @@ def _name(request: Request) -> str:
 
 
 def _accepted(histogram: Sequence[int], tokens: int) -> int:
-    """Return how many of a response's ``tokens`` were drafted. The first token never is.
+    """Return how many of a response's ``tokens`` were drafted. The first token is never drafted.
 
-    ``histogram``: entry n is the number of forward passes that accepted n drafted tokens. vLLM also counts drafted
-    tokens after the response's end, which it cuts off.
+    ``histogram``: entry n is the number of forward passes that accepted n drafted tokens. These include drafted tokens
+    after the response's end, which vLLM cuts off.
     """
     return min(sum(accepted * passes for accepted, passes in enumerate(histogram)), tokens - 1)
 

@@ -106,7 +106,7 @@ def check_engine_args(config: RolloutConfig) -> None:
 
 
 def refusals(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return the reason for each refused argument: it is in ``REFUSED``, or is speculation with a draft model."""
+    """Return the refused arguments, each with the reason: those in ``REFUSED``, and speculation with a draft model."""
     refused = {name: f"{_KEY}.{name}: refused: {REFUSED[name]}" for name in arguments if name in REFUSED}
     drafts = arguments.get("speculative_config")
     if isinstance(drafts, dict) and drafts.get("method") not in DRAFTS_OF_TEXT:

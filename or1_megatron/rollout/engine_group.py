@@ -88,7 +88,7 @@ def find_lost_engines(handles: Sequence[Any]) -> dict[int, str]:
 def gather(calls: Sequence[Any], timeout_s: float, what: str, deadline_of: str = "") -> list[Any]:
     """Return the results of one call per engine, in the engines' order. The first error ends the wait.
 
-    ``what``: what the engines should do, for errors. ``deadline_of``: which setting gave the deadline, for errors.
+    For error messages, ``what`` says what the engines should do, and ``deadline_of`` which setting gave the deadline.
 
     Raises:
         EngineError: an engine raised, died or took longer than ``timeout_s``.

@@ -9,7 +9,7 @@ from prometheus_client import start_http_server
 
 
 class EngineMetrics:
-    """Feeds an LLMEngine's logger of metrics, in place of vLLM's output processor, which we do not use."""
+    """Feeds an LLMEngine's metrics logger. vLLM's output processor would do this, but our engine does not use it."""
 
     def __init__(self, engine: Any, port: int) -> None:
         self._engine, self.fault = engine, ""
@@ -19,7 +19,7 @@ class EngineMetrics:
             self.fault = f"Prometheus cannot read this engine's metrics: port {port}: {error}"
 
     def record(self, iteration: Any, in_flight: Mapping[str, Any]) -> None:
-        """Count an iteration of vLLM's core. ``in_flight``: requests by name, with those that the iteration ended."""
+        """Count an iteration of vLLM's core. ``in_flight``: requests by name, including those just ended."""
         from vllm.v1.metrics.stats import IterationStats, LoRARequestStates, RequestStateStats
 
         counted, loras = IterationStats(), LoRARequestStates()

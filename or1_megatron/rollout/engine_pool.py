@@ -1,6 +1,6 @@
 """Starts, restarts and ends the run's engines. Each engine is a Ray actor with its own environment, node and GPUs.
 
-A restarted engine is a new actor with the same number. The folder's ``__init__`` says which file detects a lost engine.
+A restarted engine is a new actor with the same index. The folder's ``__init__`` says which file detects a lost engine.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_S
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_WORLD")
 
 START_S = 600.0
-"""Deadline for an engine's start (processes, imports, compilation, CUDA graphs), without the time to load weights."""
+"""Deadline for an engine's start (processes, imports, compilation, CUDA graphs). Time to load weights is added."""
 _SLOW_STORAGE = 0.2e9  # bytes per second of a network file system that many nodes read at once; all read all weights
 _ACTOR_THREADS = 8  # one waits in harvest, one in a call of the handoff; the others answer meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """The node and the GPUs of an engine. ``devices``: UUIDs of the node's GPUs, as CUDA_VISIBLE_DEVICES takes them."""
+    """The node and the GPUs of an engine. ``devices``: UUIDs of these GPUs, as CUDA_VISIBLE_DEVICES takes them."""
 
     node_id: str | None = None
     devices: tuple[str, ...] = ()
@@ -217,7 +217,7 @@ class EnginePool:
         self.handles[index] = self._start(self._settings[index])
 
     def control(self, timeout_s: float) -> EngineGroup:
-        """Return the group of all engines, which follows restarts. ``timeout_s`` is the deadline of each call."""
+        """Return the group that calls all engines, restarted ones too. ``timeout_s`` is the deadline of each call."""
         return EngineGroup(self.handles, self._config.tensor_parallel, timeout_s)
 
     def close(self) -> None:
@@ -253,6 +253,8 @@ def engine_env(config: RolloutConfig, devices: Sequence[str], on_cpu: bool) -> M
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",  # models are folders
         "TOKENIZERS_PARALLELISM": "false",
+        # vLLM's n-gram drafts use one thread of numba, and numba's others, by default one a core, spin beside it.
+        "NUMBA_NUM_THREADS": "1",
     }
     if on_cpu:
         threads, ranks = config.threads_per_engine, config.tensor_parallel

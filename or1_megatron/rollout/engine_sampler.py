@@ -68,7 +68,7 @@ class EngineSampler:
     ) -> None:
         """
         Args:
-            config: the engines' configuration. Engines count as hung after ``step_timeout_s`` without completion.
+            config: the engines' config. ``sample`` fails if no engine completes a response in ``step_timeout_s``.
             template: makes the prompts. A reasoning tag that a prompt leaves open begins the response's text.
             max_prompt_tokens: requests with a longer prompt fail.
         """

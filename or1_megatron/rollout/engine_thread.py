@@ -1,4 +1,4 @@
-"""The thread that steps an engine and runs all calls of the engine, one after another."""
+"""Runs an engine on one thread, which steps the engine and executes all calls to it, one after another."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class EngineThread:
         return future.result()
 
     def call_for(self, caller: int, function: Callable[[Any], T], otherwise: T) -> T:
-        """Run ``call`` for the manager of number ``caller``. Returns ``otherwise`` if a new manager has replaced it."""
+        """Run ``call(function)`` for manager number ``caller``; return ``otherwise`` if a new one has replaced it."""
         return self.call(lambda engine: otherwise if caller < self._caller else function(engine))
 
     def harvest(self, wait_s: float, linger_s: float = LINGER_S, keep: bool = False, caller: int = 0) -> Harvest:

@@ -53,8 +53,8 @@ class _UnderWay:
     started_s: float = field(default_factory=time.time)
     opened_s: float = field(default_factory=time.monotonic)
     deadline_s: float | None = None
-    """None before the first wait. The time to the deadline counts from the rollout's start or, if other rollouts are
-    under way at the first wait, from this wait, because a rollout may be requested long before its turn."""
+    """None before the first wait. The time limit starts with the rollout. If other rollouts are under way at the first
+    wait, it starts with that wait, because a rollout may be requested long before its turn."""
     judged_s: float = 0.0
     """When the last verdict came; 0: it has not come yet."""
 
@@ -207,7 +207,7 @@ class RolloutManager:
         self._changed.set()
 
     async def _submit(self, index: int, engine: Any, requests: list[Request]) -> None:
-        """Submit requests to ``engine``. It was number ``index`` when it was chosen; a restart may have replaced it."""
+        """Submit requests to ``engine``. It was engine ``index`` when chosen; a restart may have replaced it."""
         try:
             await engine.submit.remote(pack(requests), self._number)
         except RayError as error:

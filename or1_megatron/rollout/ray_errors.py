@@ -33,7 +33,7 @@ def failure_of(error: RayError) -> str:
 
 
 class KernelKills:
-    """Counts the processes that the kernel's out-of-memory killer ends after the construction."""
+    """Counts the processes that the kernel's out-of-memory killer has ended since this object was made."""
 
     def __init__(self, proc: Path = Path("/proc"), mounts: Path = Path("/sys/fs/cgroup")) -> None:
         own = memory_cgroups(mounts, proc / "self" / "cgroup", up_to_root=False)
@@ -47,7 +47,7 @@ class KernelKills:
         return self._seen - before
 
     def _count(self) -> int:
-        """Return the number of kills in this process's cgroup (of engines, not sandboxes), else on the machine."""
+        """Count the kills in this process's cgroup, which has engines but no sandboxes; if unknown, on the machine."""
         for file in self._counters:
             try:
                 counted = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)

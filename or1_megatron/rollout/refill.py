@@ -7,17 +7,17 @@ import math
 from or1_megatron.types import Group, RefillRule
 
 _CAUTION = 0.25
-"""Weight of the expected share of rejections when it is averaged with the measured share: the weight of
-``_CAUTION`` * n judged groups, where n is the number of groups wanted."""
+"""The rejected share is an average of the judged groups' share and the expected share. The expected share weighs as
+much as ``_CAUTION`` * n judged groups, where n is the number of groups wanted."""
 
 
 class SamplingBudget:
     """Decides how many of a rollout's prompts, counted from the first, are sampled, and how many are the result.
 
     Without ``refill`` all prompts are sampled, and all are the result. With ``refill`` the result is the shortest
-    prefix of the prompts with enough kept groups, whatever the order of the verdicts. Engines may sample as many
-    prompts as give enough groups with two standard deviations to spare, because a prompt that is requested late costs
-    the time of a whole response.
+    prefix of the prompts with enough kept groups, whatever the order of the verdicts. A prompt that is requested late
+    costs the time of a whole response. So engines may sample more prompts than needed on average: as many as give
+    enough groups even if the kept groups are two standard deviations below their mean.
 
     Worked example, 30 groups wanted of 100 prompts, a share of 0.4 rejections expected: of 63 prompts 37.8 are kept on
     average, with a standard deviation of sqrt(63 * 0.4 * 0.6) = 3.9, and 37.8 - 2 * 3.9 = 30.0.

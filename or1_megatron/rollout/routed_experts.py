@@ -1,9 +1,9 @@
 """Records in vLLM's workers which experts computed each token, for router replay.
 
-A token's experts are stored under the number of the cache slot of its keys and values. So requests with the same prefix
-share the experts, a preempted request's experts are written again, and a rejected drafted token leaves none behind.
-After a handoff, all tokens of unfinished responses are computed again and get the new weights' experts. vLLM's
-own return of routed experts needs vLLM's V2 model runner, which does not run on CPU.
+A token's expert ids are stored at the index of the cache slot that holds the token's keys and values. So requests with
+the same prefix share the ids, a preempted request's ids are written again, and a rejected drafted token leaves no ids.
+After a handoff, all tokens of unfinished responses are computed again and get the ids that the new weights choose.
+vLLM's own record of routed experts needs vLLM's V2 model runner, which does not run on CPU.
 
 vLLM imports this module in every worker, before the model is made, if ``RoutingExtension`` is the engine's extension.
 """
@@ -29,7 +29,7 @@ _WHOLE: Final = (KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MLA_ATTENTION, 
 
 
 class RoutingCache:
-    """The k experts of every token in the KV cache, in each of L layers: [slots + 1, L, k] on the worker's device.
+    """Holds the k expert ids of each cached token in each of L layers: [slots + 1, L, k] on the worker's device.
 
     vLLM's routers call ``capture``, also within CUDA graphs, so ``capture`` uses only tensors with fixed addresses.
     """
@@ -61,12 +61,12 @@ class RoutingCache:
         self._held = torch.zeros(slots, *size, dtype=dtype, device=runner.device)
 
     def capture(self, layer: int, chosen: Tensor) -> None:
-        """Keep the experts ``chosen`` [B, k] of the batch's tokens in a layer of the model."""
+        """Store ``chosen`` [B, k]: the ids of the experts that the router of ``layer`` chose for the batch's tokens."""
         slots = self._table.slot_mapping.gpu[: len(chosen)]
         self._held[slots, self._place[layer]] = chosen.to(self._held.dtype)
 
     def read(self, name: str, tokens: int) -> RoutedExperts:
-        """Return the experts [tokens, L, k] of a request's first tokens. The request may just have ended."""
+        """Return the expert ids [tokens, L, k] of a request's first ``tokens`` tokens, even if it just ended."""
         blocks = torch.tensor(self._runner.requests[name].block_ids[self._group])
         slots = (blocks[:, None] * self._block_tokens + torch.arange(self._block_tokens)).flatten()[:tokens]
         found: RoutedExperts = self._held[slots.to(self._held.device)].cpu().numpy()
@@ -74,7 +74,7 @@ class RoutingCache:
 
 
 class RoutingExtension(WorkerExtension):
-    """The extension of workers that keep the experts of their tokens."""
+    """Extends vLLM's workers with a method that returns the recorded expert ids."""
 
     rank: int  # vLLM's, of the worker
 

@@ -2,8 +2,7 @@
 
 The sampled tokens do not depend on the drafts: each token is drawn as without drafts, with the random bits of its
 position. vLLM's own rejection sampler has the same distribution in theory, but its draws depend on the drafts. In vLLM
-0.32.0 that sampler also omits the log-probs that ``score_prompts`` asks for, and on CPU reads uninitialised
-temperatures (``expand_kernel``).
+0.32.0 it also omits log-probs for ``score_prompts``, and on CPU reads uninitialised temperatures (``expand_kernel``).
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ _NO_TOKEN = -1  # vLLM leaves these out of a request's tokens
 
 
 def check_drafts(sampler: Any, metadata: Any, draft_probs: None, logits: torch.Tensor, sampling: Any) -> Any:
-    """Draw in place of vLLM's rejection sampler. Keep a request's tokens through the first that differs from its draft.
+    """Draw tokens; this function replaces vLLM's rejection sampler.
+
+    Keep each request's drawn tokens up to and including the first drawn token that differs from the drafted token.
 
     Args:
         sampler: a ``worker.SeededSampler``.
@@ -27,7 +28,7 @@ def check_drafts(sampler: Any, metadata: Any, draft_probs: None, logits: torch.T
         sampling: vLLM's SamplingMetadata of the B requests.
 
     Returns:
-        vLLM's SamplerOutput: token ids [B, P], log-probs [B * P, ...]; P is 1 + the most drafts of a request.
+        vLLM's SamplerOutput: token ids [B, P], log-probs [B * P, ...], where P is 1 + max n_i.
     """
     counts = np.array(metadata.num_draft_tokens)
     requests = np.repeat(np.arange(len(counts)), counts + 1)

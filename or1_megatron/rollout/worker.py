@@ -31,9 +31,9 @@ save_host_memory()
 class SeededSampler(VllmSampler):
     """Replaces vLLM's sampler, and draws a token by the request's seed and the token's position in the response.
 
-    The seed is ``extra_args["seed"]`` of the request's parameters. vLLM's table of log-probs gets rows of fp32: the
-    token (ids below 2**24 are exact), its log-prob, and the entropy of the whole distribution in nats. For a request
-    with ``logprob_token_ids`` (exactly one), the third number is that token's log-prob at temperature 1 instead.
+    The seed is ``extra_args["seed"]`` of the request's parameters. A row of vLLM's table of log-probs gets three fp32
+    numbers: token id (exact below 2**24), the token's log-prob, and the whole distribution's entropy in nats. If a
+    request has ``logprob_token_ids`` (one id), the third number is this id's log-prob at temperature 1 instead.
     Requests with penalties, bad words or other logits processors do not occur.
     """
 

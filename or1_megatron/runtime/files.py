@@ -27,8 +27,8 @@ class DiskFullError(UserError, OSError):
 
 @contextmanager
 def naming_disk_full(path: Path, what: str) -> Iterator[None]:
-    """Turn an OSError of the block for a full disk, a used-up quota or a read-only file system into a DiskFullError
-    that names ``path`` and ``what`` was being written."""
+    """Raise DiskFullError in place of the block's OSError if the disk is full, the quota is used up or the file system
+    is read-only. The message names ``path`` and ``what`` was being written."""
     try:
         yield
     except OSError as error:
@@ -47,7 +47,7 @@ def naming_disk_full(path: Path, what: str) -> Iterator[None]:
 def replaced(path: Path, what: str) -> Iterator[Path]:
     """Yield the path of a file for the block to write, and then replace ``path`` by this file atomically.
 
-    Raises DiskFullError, or another OSError of the block. The old file then stays.
+    If the block raises, the old file stays. Raises DiskFullError in place of an OSError for a full disk.
     """
     aside = path.with_name(path.name + PARTIAL_SUFFIX)
     with naming_disk_full(path, what):

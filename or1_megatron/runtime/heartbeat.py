@@ -2,8 +2,8 @@
 
 A file holds one ``Beat``. The heartbeat thread advances ``alive`` every second, as long as the process and its
 interpreter run. The thread whose work the run waits for advances ``worked``, which shows that this thread does not
-hang in a driver. The files are in the node's memory, so hanging storage stops no heartbeat. A file has its final size
-from the start, so full memory stops no heartbeat either. This module needs no third-party package.
+hang in a driver. Heartbeats go on when storage hangs, because the files are in the node's memory, and when this memory
+is full, because a file has its final size from the start. This module needs no third-party package.
 
 The heartbeat thread also enforces deadlines of the main thread (``Heartbeat.within``).
 """
@@ -52,7 +52,7 @@ class Beat:
     worked: int = -1
     """How often the watched thread has called ``Heartbeat.worked``; -1: never so far, so it is not watched yet."""
     long: bool = True
-    """Whether the process does something that is known to take long and has a deadline elsewhere."""
+    """Whether the process does something known to take long. Its deadline is then not ``cluster.heartbeat_s``."""
     doing: str = "starting"
 
 

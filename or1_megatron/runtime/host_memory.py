@@ -24,7 +24,7 @@ class HostMemory:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Return the host memory in use and, on a GPU, torch's peak since the last call, both in bytes."""
+    """Return the host memory in use and, on a GPU, torch's peak memory since the last call, in bytes."""
     import torch  # here, because the RolloutManager reads its cgroup alone
 
     host = host_memory()
@@ -56,7 +56,7 @@ def host_memory(mounts: Path = Path("/sys/fs/cgroup"), membership: Path = Path("
 
 
 def memory_cgroups(mounts: Path, membership: Path, up_to_root: bool) -> Iterator[tuple[Path, bool]]:
-    """Yield (folder, whether it is v2) of this process's memory cgroups, with ``up_to_root`` also of their parents.
+    """Yield (folder, whether it is v2) for each of this process's memory cgroups; if ``up_to_root``, also for parents.
 
     In a container, ``membership`` may name a path of the host that ``mounts`` lacks; then only the root has files.
     """
@@ -75,9 +75,8 @@ def memory_cgroups(mounts: Path, membership: Path, up_to_root: bool) -> Iterator
 def return_large_blocks() -> None:
     """Make glibc, where it is the C library, return freed blocks of 8 MiB and more to the system at once.
 
-    By default glibc raises this threshold to 32 MiB. Smaller freed blocks then stay in its heap and leave holes that
-    are too small for later blocks: a trainer rank of a 0.1B model grew by 1.2 GiB for its activations, and kept that
-    memory after the update.
+    By default glibc raises this limit to 32 MiB. Smaller freed blocks then stay in its heap, as holes that are too
+    small for later blocks: a trainer rank of a 0.1B model grew by 1.2 GiB in an update and did not shrink afterwards.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

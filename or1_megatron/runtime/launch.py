@@ -1,7 +1,7 @@
 """Launches this node's ranks under torchrun, and makes signals ask the ranks to save and stop.
 
-torchrun's agent runs in this process. By default it sends a signal on to each rank's whole process group, and SIGKILL
-30 s later. This group includes Ray's daemons and the engines that rank 0 started, which would die before the save. So
+torchrun's agent runs in this process. By default it forwards a signal to each rank's whole process group, and sends
+SIGKILL 30 s later. Ray's daemons and the engines are in rank 0's group and would die before the ranks have saved. So
 this module handles the signals and forwards them to the rank processes only. The ranks save, stop their own helpers
 and exit (``runtime.signals``). Ctrl-C and a closed terminal have the effect of SIGTERM.
 
@@ -34,7 +34,7 @@ from or1_megatron.runtime.signals import LAUNCH_MARK, signals_handled_by
 from or1_megatron.runtime.watchdog import Watchdog
 
 KILL_MARGIN_S: Final = 30.0
-"""Time from the end of the grace period, when a rank exits by itself, until the launcher kills the rank."""
+"""The launcher kills a rank that has not exited by itself this many seconds after the end of its grace period."""
 
 _GONE_S: Final = 10.0
 _PR_SET_CHILD_SUBREAPER: Final = 36  # of <sys/prctl.h>
@@ -46,8 +46,8 @@ class Ended:
     """How the ranks of a launch ended."""
 
     code: int
-    """The exit code for the shell. 128 + n: signal n stopped the launcher, or killed the rank that failed first. Else
-    it is the exit code of the rank that failed first, or 0 if no rank failed."""
+    """The exit code for the shell. 128 + n: the launcher was stopped by signal n, or the rank that failed first was
+    killed by signal n. Any other value: the exit code of the rank that failed first, or 0 if no rank failed."""
     stop_requested: bool
     """Whether a signal had asked the launcher to stop."""
     rank_code: int = 0
@@ -121,7 +121,7 @@ def _rendezvous_options(nodes: Nodes | None) -> list[str]:
 
 
 def _first_of_all(nodes: Nodes | None, ended: Ended) -> Ended:
-    """Return how the rank that failed first on any node ended. ``ended``: how this node's ranks ended."""
+    """Return how the first failed rank of all nodes ended. ``ended``: how this node's ranks ended."""
     if nodes is None:
         return ended
     if ended.stop_requested:  # the other nodes must not begin again
@@ -132,7 +132,7 @@ def _first_of_all(nodes: Nodes | None, ended: Ended) -> Ended:
 
 
 def threads_of_rank(wanted: int | None, ranks_here: int) -> int:
-    """Return the number of CPU threads of a rank: ``wanted``, or else the machine's cores divided by its ranks.
+    """Return the number of CPU threads of a rank: ``wanted``; None: the machine's cores divided by ``ranks_here``.
 
     Args:
         ranks_here: the number of the run's ranks on this machine.
@@ -190,9 +190,9 @@ class _Supervisor:
             self._watchdog.clear()
 
     def kill(self) -> list[int]:
-        """Kill the ranks and all processes that they started; return the pids of processes that were still there.
+        """Kill the processes of the run that still exist, and return their pids.
 
-        A Ray cluster from before the run may have started some of these processes; only the watchdog knows them.
+        If a Ray cluster is older than the run, only the watchdog knows the processes that it started for the run.
         """
         pids = {process.pid for process in psutil.Process().children(recursive=True)}
         if self._watchdog is not None:
@@ -224,8 +224,8 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def _failed(error: ChildFailedError, signal_number: int) -> Ended:
-    """Return how the rank that failed first ended. If several failed at once, a killed rank counts as the first, since
-    the others lost their connection to it. ``signal_number``: the signal that the launcher got, or 0."""
+    """Return how the rank that failed first ended. If ranks failed at once, a killed rank counts as the first, since
+    all other ranks lost their connection to it. ``signal_number``: the signal that the launcher got, or 0."""
     killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode == -signal.SIGKILL]
     rank, failure = killed[0] if killed else error.get_first_failure()
     code = failure.exitcode

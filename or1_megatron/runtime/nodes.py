@@ -54,9 +54,9 @@ class Nodes:
 
     Args:
         count: the number of nodes that have ranks.
-        rank: this node's number; node 0 decides.
+        rank: this node's number. Node 0 decides when an attempt begins.
         address, port: node 0's address, and a free port on node 0.
-        timeout_s: how long node 0 waits for the other nodes, and the others until node 0 answers.
+        timeout_s: how long node 0 waits for the other nodes, and how long these wait for an answer of node 0.
 
     Raises:
         NodesError: node 0 does not answer in time, or cannot listen at its port.
@@ -117,8 +117,8 @@ class Nodes:
     def begin(self) -> bool:
         """Begin the next attempt together with the launchers of all nodes. Return False if the run has ended.
 
-        Node 0 waits ``timeout_s`` for the other nodes, which wait as long as node 0 lives. A node whose launcher was
-        started again joins the attempt that follows the running one.
+        Node 0 waits ``timeout_s`` for the other nodes. The other nodes wait as long as node 0 lives. A node whose
+        launcher was started again joins the attempt that follows the running attempt.
 
         Raises:
             NodesError: another node has not come in time (on node 0), or node 0 is gone (on the other nodes).
@@ -172,7 +172,7 @@ class Nodes:
         return [node for node in range(1, self.count) if not self._store.check([f"{here}/{node}"])]
 
     def first_failure(self, rank_code: int, code: int, how: str) -> tuple[int, int, str]:
-        """Report how this node's ranks failed (``launch.Ended``), and return the first report of any node."""
+        """Report how this node's ranks failed (``launch.Ended``), and return the report that came first."""
         own = f"{rank_code} {code} {how} (node {self.rank})"
         try:
             first: str = self._store.compare_set(f"ended/{self._attempt}", "", own).decode()
@@ -230,7 +230,7 @@ class Nodes:
                 return
 
     def _lost(self, beats: dict[int, tuple[bytes, float]]) -> bool:
-        """On node 0, return whether a node's launcher has stopped counting; such a node is reported as failed."""
+        """On node 0, return whether another node's launcher stopped counting. That node is then reported as failed."""
         now = time.monotonic()
         for node in range(1, self.count) if self.rank == 0 else ():
             beat = self._own.get(f"beat/{node}") if self._own.check([f"beat/{node}"]) else b""

@@ -24,7 +24,7 @@ def make_usable() -> list[str]:
 
     Raises:
         UserError: too few files can be opened, /dev/shm cannot be written, or PYTORCH_CUDA_ALLOC_CONF switches on
-            expandable_segments. With these, no handoff works.
+            expandable_segments, with which no handoff between GPU processes works.
     """
     said = []
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):

@@ -75,7 +75,7 @@ class RunRecord:
         """Do nothing: the step's metrics already have the time of each verb (method of the loop)."""
 
     def held_out(self, groups: Sequence[Group]) -> None:
-        """Take the responses to a held-out set; ``evaluated`` writes them."""
+        """Keep the responses to a held-out set until ``evaluated`` writes them."""
         self._held_out += groups
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
@@ -123,7 +123,7 @@ def _passed_on(name: str) -> Any:
 
 
 class Observers:
-    """An observer and tracker that passes each call on to several others, in order. Put the most important first."""
+    """An observer and tracker that passes each call on to several observers, in order. Put the most important first."""
 
     def __init__(self, observers: Sequence[TrackingObserver], says: Callable[[str], None] = lambda doing: None) -> None:
         """``says``: called at the start of each verb with a text on what the loop does."""

@@ -25,7 +25,7 @@ from or1_megatron.runtime.signals import signals_handled_by
 PAUSES_S: Final = (0.0, 5.0, 25.0)
 """Pauses before the first, second and third restart in a row. The third pause also comes before later restarts."""
 _RECENT_S: Final = 60.0
-"""A stall up to this long before the ranks' end may have caused the end."""
+"""A stall or failure recorded at most this many seconds before the ranks ended is named as the reason."""
 _RAISED: Final = 1
 """Exit code of a rank that raised an exception other than a UserError."""
 

@@ -27,7 +27,7 @@ SCHEMA = arrow_schema(ROLLOUT)
 HELD_OUT = "held-out"  # the column ``stage`` of responses of evaluations
 
 _WAITING_STEPS = 2
-"""Number of steps that may wait for the disk, which bounds the memory in use. A further step blocks the loop."""
+"""Number of steps whose rollouts may wait in memory to be written. A further step blocks the loop."""
 
 _REPETITIVE = ["stage", "problem_id", "source", "ability", "ground_truth", "prompt", "prompt_token_ids.list.element"]
 """Columns written with a Parquet dictionary. For other columns the dictionary would take most of the writing time."""
@@ -154,7 +154,7 @@ def _scored(
 
 
 def _prompt_text(messages: Sequence[Message]) -> str:
-    """Return the prompt as text. Each of several messages begins with its role; a single message is as it is."""
+    """Return the prompt as text. Each message begins with its role, unless there is only one message."""
     if len(messages) == 1:
         return messages[0].content
     return "\n".join(f"{message.role}: {message.content}" for message in messages)

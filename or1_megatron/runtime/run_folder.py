@@ -6,7 +6,7 @@
     sessions.jsonl     when, where and with which code each session began (runtime.versions)
     alarms.jsonl       the sentence of each alarm: {step, text}
     rollouts/          step_000012.parquet
-    evaluations/       step_000012.parquet: the held-out responses by the weights after step 12
+    evaluations/       step_000012.parquet: held-out responses, sampled with the weights after step 12
     checkpoints/       step_000010/ with manifest.json, written last; best -> step_000010;
                        a damaged checkpoint is renamed to step_000008.damaged
     hf/                the exported model
@@ -42,7 +42,7 @@ LOOP_STATE: Final = "loop.json"
 """The file of a checkpoint that holds the loop's state: everything that is not a tensor."""
 
 FINISHED_RESPONSES: Final = "finished_responses.pickle"
-"""The file of a checkpoint with responses that were sampled and not yet trained on."""
+"""The file of a checkpoint that holds the responses that were sampled but not yet trained on."""
 
 _STEP = re.compile(r"step_(\d+)")
 
@@ -111,8 +111,8 @@ class RunFolder:
 
     @contextmanager
     def lock(self, wait_s: float = 10.0) -> Iterator[None]:
-        """Lock the folder within the block, or until the process ends in any way. The lock is an flock on the file
-        ``.lock``, which holds the owner's pid and host as JSON. The file stays: deleting it would allow two owners.
+        """Lock the folder until the block or the process ends. The lock is an flock on the file ``.lock``. The file
+        holds the owner's pid and host as JSON, and is never deleted, because this would allow two owners.
 
         Waits up to ``wait_s``, since the last process of a killed run may still be ending. Raises RunFolderBusy, which
         names the owner.

@@ -25,7 +25,7 @@ def derive_seed(seed: int, *purpose: str | int) -> int:
 def seed_everything(seed: int, rank: int) -> int:
     """Seed the global generators of Python, NumPy and torch (also CUDA) for this rank, and return the rank's seed.
 
-    Parameters that all ranks must draw alike come from Megatron's model-parallel generators instead.
+    Initial parameters that must be equal on all ranks are drawn from Megatron's model-parallel generators instead.
     """
     rank_seed = derive_seed(seed, "rank", rank)
     random.seed(rank_seed)

@@ -1,9 +1,9 @@
 """Stop signals (pre-emption): SIGTERM and SIGUSR1 ask a rank to save and exit within a grace period.
 
-Our launcher asks its ranks with SIGUSR1. SIGTERM makes these ranks end, unless SIGUSR1 follows within 2 s: torchrun's
-agent sends SIGTERM when another rank has failed, but a scheduler may send it to all processes of a job.
+Our launcher asks its ranks with SIGUSR1. At SIGTERM these ranks end 2 s later, because torchrun's agent sends it when
+another rank has failed. But a scheduler may send SIGTERM to all processes of a job: if SIGUSR1 follows, the ranks save.
 
-A Python signal handler runs only when the main thread returns from C, which in a collective would be too late. But
+A Python signal handler runs only when the main thread returns from C code. In a collective that would be too late. But
 Python's C-level handler writes the signal's number to a pipe at once, so a thread that reads the pipe sees it.
 """
 
@@ -29,8 +29,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LAUNCHER_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 """Each of these signals asks a launcher to let the ranks save and end. The launcher sends SIGUSR1 to the ranks."""
 REPEAT_S = 2.0
-"""For this long after the first stop signal, others are ignored. A rank may get the same stop twice: a scheduler
-signals every process of a job, and the launcher forwards its own signal to the ranks."""
+"""Further stop signals are ignored for this many seconds after the first. A rank may get the same stop twice: a
+scheduler signals every process of a job, and the launcher forwards its own signal to the ranks."""
 
 LAUNCH_MARK = "OR1_LAUNCH"
 """An environment variable of all processes that ``launch`` starts; its value is the launcher's pid."""
@@ -75,8 +75,8 @@ class StopRequested:
     >>> with stop.handling_signals():       # main thread only
     ...     if stop.requested(): save_and_exit()
 
-    After the first signal the process has ``grace_s`` seconds. Then, or at a second signal (REPEAT_S or more after the
-    first), it exits at once, without clean-up, with 128 + the signal's number.
+    The process exits without clean-up, with 128 + the signal's number, ``grace_s`` seconds after the first signal, or
+    at a second signal that comes REPEAT_S or more after the first.
     """
 
     def __init__(self, grace_s: float) -> None:

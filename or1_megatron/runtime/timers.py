@@ -29,7 +29,7 @@ class StepTimer:
 
     @contextmanager
     def __call__(self, verb: str) -> Iterator[None]:
-        """Time the block as ``verb``, also if it raises."""
+        """Add the block's time to the verb ``verb``, also if the block raises."""
         if self._verb is not None:
             raise RuntimeError(f"timer: verb '{verb}' started inside verb '{self._verb}'; verbs must not nest")
         self._verb, self._verb_started_s = verb, self._clock()

@@ -52,7 +52,7 @@ class TensorBoardTracker:
     """
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        """``first_step``: the first step to be written. TensorBoard drops it and later steps from earlier files."""
+        """``first_step``: the first step to be written. TensorBoard ignores earlier files' events from this step on."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -84,7 +84,7 @@ class TensorBoardTracker:
 
 
 def check_wandb(project: str) -> None:
-    """Check, without asking a server, for Weights & Biases' package and key. Raises UserError if one is missing."""
+    """Raise UserError if Weights & Biases' package or key is missing. No server is asked."""
     spec = importlib.util.find_spec("wandb")
     if spec is None or spec.origin is None:  # a folder of that name, as W&B makes them, is no package
         raise UserError("the package wandb is not installed")
@@ -211,7 +211,7 @@ _OTHERS: Final[tuple[tuple[str, str, Callable[[str], Any], Any, str], ...]] = (
 
 
 def check_trackers(track: TrackConfig) -> dict[str, _MakeTracker]:
-    """Return, by tracker, functions that make the configured trackers. Raises UserError: a line per unusable one."""
+    """Return, by name, functions that make the configured trackers. Raises UserError: a line per unusable tracker."""
     makers: dict[str, _MakeTracker] = {}
     wrong = []
     for name, key, check, kind, needed in _OTHERS:
@@ -242,9 +242,9 @@ class BackgroundTracker:
         self._thread.start()
 
     def fill(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
-        """Log the rows of metrics.jsonl that a killed session may not have sent: from the tracker's ``next_step`` on.
+        """Log the rows that a killed session may not have sent: from the step in the tracker's ``next_step`` on.
 
-        A tracker without this attribute gets none of them. Rows that a tracker already has are not replaced."""
+        ``rows``: metrics.jsonl by step. A tracker without ``next_step`` gets no row. Rows it has are not replaced."""
         last = max(rows, default=-1)
         next_step: int = getattr(self._tracker, "next_step", last + 1)
         for step, row in rows.items():

@@ -38,11 +38,11 @@ from or1_megatron.runtime.processes import (
 
 _LOOK_S: Final = 1.0
 _LATE_S: Final = 4.0
-"""If the watchdog's last look is longer ago than this, all waiting times restart: the whole machine may have paused."""
+"""If the last look was more seconds ago than this, the whole machine may have paused: all waits begin anew."""
 _BUSY_FACTOR: Final = 6.0
 _DISK_FACTOR: Final = 20.0
 _ON_CORES: Final = 0.2
-"""A thread that ran for at least this share of the time counts as busy."""
+"""A thread counts as busy if it ran on a core for at least this share of its heartbeat's standstill."""
 _OWN_CHILDREN: Final = "or1_verify.pool.pool_process"
 """Module of verifier processes. Their children are not watched: verifiers have deadlines for untrusted programs."""
 
@@ -79,8 +79,8 @@ class Watchdog:
         self._stopped_since: dict[tuple[int, int], float] = {}
         self._killed: set[tuple[int, int]] = set()
         self._seen: set[tuple[int, int]] = set()
-        """(pid, start) of the run's processes at the last look. They are remembered because a process's parent may die:
-        in a Ray cluster from before the run, the process then has no ancestor that belongs to the run."""
+        """(pid, start) of the run's processes at the last look. They are remembered because a process whose parent has
+        died has no ancestor that belongs to the run, if the Ray cluster is older than the run."""
         self._looked_s = time.monotonic()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -96,12 +96,12 @@ class Watchdog:
             self._thread.join()
 
     def left_over(self) -> list[int]:
-        """Return the pids of the run's processes that are still there."""
+        """Return the pids of the run's processes that still exist."""
         there = all_processes()
         return [process.pid for process in self._processes(there, self._living_beats(there))]
 
     def clear(self) -> None:
-        """Remove the heartbeats of processes that have ended."""
+        """Delete the run's folder of heartbeats. Call this when its processes have ended."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def look(self) -> None:
@@ -202,7 +202,7 @@ class Watchdog:
         return ""
 
     def _end(self, process: Process, why: str, beats: Mapping[int, Beat]) -> None:
-        """Kill the stalled process, and print which process waits for it."""
+        """Kill the stalled process. Print and record what it did last, and what rank 0 does meanwhile."""
         beat = beats.get(process.pid)
         who = beat.who if beat is not None else _called(process)
         try:
@@ -220,7 +220,7 @@ class Watchdog:
 
 
 def _called(process: Process) -> str:
-    """Return a name in messages for a process without a heartbeat."""
+    """Return what messages call a process that has no heartbeat."""
     words = command_line(process.pid)
     if "or1_megatron.trainer.run" in words:
         return "a trainer rank that starts"

@@ -49,9 +49,9 @@ def bind_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) ->
 def choose_gloo_interface() -> None:
     """Set ``GLOO_SOCKET_IFNAME`` to the interface towards MASTER_ADDR if gloo would not find it by the host's name.
 
-    By default gloo listens on the address of the host's name. That may be the loopback (Debian writes
-    ``127.0.1.1 NAME`` to /etc/hosts), to which other nodes cannot connect. Call this before a rank joins its world.
-    Nothing changes on one node, or where the variable is set.
+    By default gloo listens on the address of the host's name. This may be a loopback address (Debian writes
+    ``127.0.1.1 NAME`` to /etc/hosts), and other nodes cannot connect to it. Call this before the process group is
+    made. Nothing changes on one node, or where the variable is set.
 
     Raises:
         UserError: no interface of this host leads to MASTER_ADDR.

@@ -85,7 +85,7 @@ class CheckOutcome:
 @dataclass
 class Context:
     """The argument of each check's function: the machine, a folder, and methods that record figures. Every figure is
-    written at once, so that a killed check leaves its figures."""
+    written immediately, so that a killed check leaves its figures."""
 
     outcome: CheckOutcome
     folder: Path = Path()

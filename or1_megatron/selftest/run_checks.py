@@ -51,7 +51,7 @@ def run_checks(checks: Sequence[Check], out: Path, *, minutes: float = 10.0) -> 
     Args:
         out: folder for ``selftest.json``, ``selftest.txt`` and ``logs/<check>.log``; made if it is missing.
         minutes: time limit of all checks together. At this limit the running check is ended, and no other check starts.
-            Each check's own limit is meant for 10 minutes in all, and is scaled accordingly.
+            Each check's own limit is for a total of 10 minutes, and is scaled by ``minutes`` / 10.
 
     Raises:
         SystemExit: on a stop signal (``runtime.signals.LAUNCHER_STOP_SIGNALS``), with 128 plus its number. No process
@@ -127,7 +127,7 @@ def end_children() -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Within the block, adopt orphans, and raise SystemExit on the first signal. Then end all child processes."""
+    """Within the block, adopt orphans, and raise SystemExit on the first signal. After it, end all child processes."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ending: list[int] = []
 

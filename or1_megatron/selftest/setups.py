@@ -37,7 +37,7 @@ TIED = {"0.5B", "3B"}
 
 
 def small_shape(cuda: bool) -> str:
-    """Return the name of the small model's shape, which every parallel layout that the devices allow can divide."""
+    """Return the name of a small model's shape. Every parallel layout that the devices allow can divide this model."""
     return "small, 8 ways" if cuda else "small"
 
 
@@ -72,7 +72,7 @@ def _combinations(devices: int) -> Iterator[str]:
 
 
 def save_and_load_layouts(devices: int) -> tuple[str, str]:
-    """Return (layout that saves, layout that loads). With 3, 5, ... devices, each layout leaves one device unused."""
+    """Return (layout that saves, layout that loads). If ``devices`` is odd and above 1, one device stays unused."""
     if devices == 1:
         return "1 distopt", "1"
     data = f" DP{devices // 2}" if devices > 3 else ""
@@ -80,7 +80,7 @@ def save_and_load_layouts(devices: int) -> tuple[str, str]:
 
 
 def placements_for(cuda: bool, devices: int) -> dict[str, tuple[int, int, list[str]]]:
-    """Return (trainer ranks, engines, transports) for each placement: colocated, and on two or more GPUs separate."""
+    """Return (trainer ranks, engines, transports) by placement: colocated and, on two or more GPUs, also separate."""
     if not cuda:
         return {"colocated": (devices, 1, ["gloo", "shared_memory", "gloo+shared_memory"])}
     placements = {"colocated": (devices, devices, ["nccl+cuda_ipc"] if devices > 1 else ["cuda_ipc"])}

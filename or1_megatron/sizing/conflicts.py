@@ -26,7 +26,7 @@ CPU_LINEAR_ATTENTION: Final = (("bfloat16", 64, 64), ("bfloat16", 128, 128))
 
 
 def conflicts(config: Config, shape: Shape, problems: Sequence[int] | None, device: Device) -> Iterator[str]:
-    """Yield a line for each reason why ``config`` cannot work. ``problems``: how many each training source has."""
+    """Yield a line for each reason why ``config`` cannot work. ``problems``: number of problems per training source."""
     yield from layout_conflicts(config.parallel, shape)
     yield from _length_conflicts(config, shape)
     yield from _engine_conflicts(config, shape, device)
@@ -273,8 +273,8 @@ def within_reach(config: Config, stage: StageConfig, problems: Sequence[int]) ->
 
 
 def _algorithm_conflicts(config: Config) -> Iterator[str]:
-    """Yield a line for each key that the objective does not use, for an overlong penalty of every response, and for a
-    dual clip that never acts. With N_SGD = 1 the ratio is 1, unless older weights sample and ``correction`` is off."""
+    """Yield a line for each key that the objective does not use, for an overlong penalty that every response gets, and
+    for a dual clip that never acts: if N_SGD is 1, each ratio is 1, unless older weights sample without correction."""
     algorithm = config.algorithm
     yield from dict.fromkeys(line for stage in config.stages for line in objective_conflicts(algorithm, stage))
     soft = algorithm.advantage.overlong_tokens

@@ -39,7 +39,7 @@ def shared_kv_cache_bytes(config: Config, shape: Shape) -> int | None:
 
 
 def with_gpu_memory(config: Config) -> Config:
-    """Return the config with ``cluster.gpu_memory_gb`` set from this machine's GPU, if unset and there is a GPU."""
+    """Return the config. An unset ``cluster.gpu_memory_gb`` is set from this machine's GPU, if there is a GPU."""
     if config.cluster.gpu_memory_gb is not None or not torch.cuda.is_available():
         return config
     there = torch.cuda.get_device_properties(0).total_memory / 1e9

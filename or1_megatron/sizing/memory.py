@@ -41,10 +41,10 @@ _RAY_BYTES: Final = 421 * _MIB
 """Host memory of a process without a model, libraries included, by kind of process."""
 _LOOP_RESPONSE_BYTES: Final = 28 << 10
 _MANAGER_RESPONSE_BYTES: Final = 4 << 10
-"""Host memory of the loop and the manager for each response of a step, measured with a few dozen tokens each."""
+"""Host memory of the loop and the manager per response of a step, measured on responses of a few dozen tokens."""
 _LOGITS_COPIES: Final = 4.25
-"""Number of fp32 copies of all running responses' logits that vLLM's sampler holds at once on CPU: logits, log-probs,
-and a comparison and the comparison's 64-bit copy, by which vLLM counts each token's rank."""
+"""Number of fp32 copies of all running responses' logits that vLLM's sampler holds at once on CPU: logits (1),
+log-probs (1) and, to count each token's rank, comparisons of log-probs (0.25) and their 64-bit copy (2)."""
 _SHOWN_BYTES: Final = 10 * _MIB
 _START: Final[frozenset[Phase]] = frozenset({"start"})
 _UPDATE: Final[frozenset[Phase]] = frozenset({"update"})
@@ -93,7 +93,7 @@ class StageWeights:
     copied: int
     """The part of ``dense`` that is the last stage's copy of the tied embedding, which checkpoints leave out."""
     adapters: tuple[int, int] | None = None
-    """With LoRA: the weights of the adapters (of dense linears, of experts); only adapters are trained."""
+    """With LoRA: (weights of dense linears' adapters, weights of experts' adapters); no others are trained."""
 
     @property
     def held(self) -> int:
@@ -101,7 +101,7 @@ class StageWeights:
 
     @property
     def trained(self) -> tuple[int, int]:
-        """Return (weights outside of experts, weights of experts) that have gradients and optimizer state."""
+        """Numbers of the weights that are trained: (weights outside of experts, weights of experts)."""
         return self.adapters or (self.dense, self.experts)
 
 
@@ -186,7 +186,7 @@ def stage_weights(parallel: ParallelConfig, shape: Shape) -> tuple[StageWeights,
 
 
 def _stage_adapters(parallel: ParallelConfig, shape: Shape, layers: Collection[int]) -> tuple[int, int]:
-    """Return the number of a rank's weights in (adapters of dense linears, adapters of experts)."""
+    """Return two numbers of a rank's weights: (in the adapters of dense linears, in the adapters of experts)."""
     dense, experts = 0, 0
     for (layer, of_expert, cut), count in shape.adapters.items():
         if layer in layers:
@@ -201,7 +201,7 @@ def fullest_stage(parallel: ParallelConfig, shape: Shape) -> StageWeights:
 
 
 def offloaded_bytes(config: Config, shape: Shape) -> int:
-    """Return the bytes of weights and optimizer state that a rank copies to host memory and back, without gradients."""
+    """Return the bytes that a rank copies to host memory and back: weights and optimizer state, but no gradients."""
     weights = fullest_stage(config.parallel, shape)
     own, optimizer = BYTES[config.model.dtype], _optimizer_bytes(config) / config.parallel.optimizer_ranks
     return int(weights.held * own + sum(weights.trained) * optimizer)
@@ -343,7 +343,7 @@ def _on_host(config: Config, shape: Shape) -> Iterator[ProcessMemory]:
 
 
 def routed_bytes(config: Config, shape: Shape) -> int:
-    """Return the most bytes that the routed experts of a step's responses take; 0 without ``rollout.router_replay``."""
+    """Return the largest size in bytes of the expert ids recorded for a step's tokens; 0 without router replay."""
     if not config.rollout.router_replay or shape.experts is None:
         return 0
     experts = shape.experts

@@ -36,7 +36,7 @@ def disk_bytes(config: Config, shape: Shape) -> dict[str, int]:
 
 
 def disk_room(folder: Path) -> int:
-    """Return the bytes that a run may have in ``folder``: the disk's free bytes plus those already in ``folder``."""
+    """Return the bytes that a run may have in ``folder``: the disk's free bytes and the bytes that ``folder`` has."""
     held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
     there = next((path for path in (folder, *folder.parents) if path.exists()), Path("."))
     return shutil.disk_usage(there).free + held

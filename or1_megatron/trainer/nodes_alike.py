@@ -44,7 +44,7 @@ def join_world(config: Config) -> None:
 
 
 def compare(mine: Mapping[str, str] | None) -> None:
-    """Raise NodesDiffer if the nodes' ``facts`` differ. A collective call. ``mine``: given only on local rank 0."""
+    """Raise NodesDiffer if the nodes' ``facts`` differ. A collective call. ``mine``: None unless local rank is 0."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine and (socket.gethostname(), mine))
     nodes = [node for node in everyone if node is not None]

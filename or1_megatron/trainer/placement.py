@@ -63,7 +63,7 @@ def sized_rollout(config: Config) -> RolloutConfig:
 
 
 def takes_turns(config: Config) -> bool:
-    """Return whether engines and trainer share GPUs and must take turns. On CPU, engines never sleep."""
+    """Return whether engines and trainer share GPUs and must take turns. On CPU, return False."""
     return config.rollout.placement == "colocated" and torch.cuda.is_available()
 
 
@@ -121,7 +121,7 @@ def colocated_places(rollout: RolloutConfig, ranks: Sequence[RankGpu], nodes: Se
 
 
 def separate_places(rollout: RolloutConfig, ranks: Sequence[RankGpu], nodes: Sequence[NodeGpus]) -> list[EnginePlace]:
-    """Return each engine's node and GPUs, node by node, from the GPUs that no trainer rank has."""
+    """Return each engine's node and GPUs, chosen node by node from the GPUs that no trainer rank has."""
     size, engines = rollout.tensor_parallel, rollout.engines
     taken = {rank.uuid for rank in ranks}
     places: list[EnginePlace] = []

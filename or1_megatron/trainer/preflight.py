@@ -54,9 +54,9 @@ def check_inputs(config: Config, ranks_here: int) -> None:
 
     Raises:
         RunFolderBusy: another trainer uses the folder.
-        ConfigError: a key that may not change differs from the folder's run, or there are too few GPUs.
-        PreviousStageMissing: the stage before has left no checkpoint.
-        ResumeError: the stage before has not ended.
+        ConfigError: a key that may not change has another value in the folder's run, or there are too few GPUs.
+        PreviousStageMissing: the previous stage has left no checkpoint.
+        ResumeError: the previous stage has not ended.
         LayersUnavailable: Transformer Engine's layers are asked for where they cannot run.
         ModelError: the model cannot be used.
         UserError: a tracker cannot be used.
@@ -108,13 +108,13 @@ def check_room(planned: Plan) -> None:
 
 
 def check_gpus_here(config: Config, ranks_here: int, gpus: int) -> None:
-    """Check that this machine has GPUs for its ranks, and for separate engines if the run starts its own Ray.
+    """Check that this machine has enough GPUs for its ranks, and for separate engines if the run starts its own Ray.
 
     Args:
         gpus: the number of GPUs that this process sees.
 
     Raises:
-        ConfigError: the configuration asks for more GPUs.
+        ConfigError: the configuration needs more than ``gpus`` GPUs.
     """
     needed, asked = ranks_here, f"parallel.ranks = {config.parallel.ranks}"
     if ranks_here < config.parallel.ranks:

@@ -102,7 +102,7 @@ def note_failure(folder: RunFolder | None, rank: int, error: BaseException) -> N
 
 
 def main() -> int:
-    """Run this rank with the configuration in the only argument (JSON), and return its exit status."""
+    """Run this rank, and return its exit status. The program's only argument is the configuration, as JSON."""
     outlive_console()
     rank = int(os.environ.get("RANK", "0"))
     folder: RunFolder | None = None
@@ -127,7 +127,7 @@ def main() -> int:
 def leave(status: int) -> NoReturn:
     """End this process with ``status``, once its other threads have ended and its exit functions have run.
 
-    Python's own shutdown is skipped, because a daemon thread that waits in torch for a dead engine would abort it.
+    Python's own shutdown is skipped: in it, a daemon thread that waits in torch for a dead engine aborts the process.
     """
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():

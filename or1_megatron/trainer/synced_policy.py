@@ -66,16 +66,16 @@ def rank_verbs(
     score_reference: Verb | None = None,
     config: Config | None = None,
 ) -> dict[str, Verb]:
-    """Return the functions that rank 0 can call on every rank (``Lockstep``), by name, from this rank's parts.
+    """Return, by name, the functions that this rank runs when rank 0 calls them on all ranks (``Lockstep``).
 
     Args:
         sender: sends this rank's weights in a handoff; None: there are no engines.
         score_reference: scores this rank's rows by the frozen reference; None: there is no reference.
-        config: names the steps to profile, and the run's folder; None: no step is profiled.
+        config: says which steps to profile and where the run's folder is; None: no step is profiled.
     """
 
     def of_rows(method: Verb) -> Verb:
-        """Return a verb that calls ``method`` with this rank's part of the rows' routed experts, if there are any."""
+        """Return a verb that calls ``method`` on rows with this rank's recorded expert indices, if there are any."""
 
         def verb(rows: Sequence[MicroBatch], routed: bool, *arguments: Any) -> Any:
             if routed:
@@ -122,7 +122,7 @@ def _profiled(send: Verb, config: Config, rank: int) -> Verb:
 
 
 class SyncedPolicy:
-    """Implements ``interfaces.Policy``: calls on all ranks, the handoff with its probe, and who has the shared GPUs.
+    """Implements ``interfaces.Policy``: calls all ranks, hands off weights, probes, and tracks who has the shared GPUs.
 
     state     on the GPUs                                     next (``TRANSITIONS``)
     trainer   all of the trainer's state; engines sleep       handoff, neither
@@ -217,7 +217,7 @@ class SyncedPolicy:
         compare the log-probs of engines and policy on the probe.
 
         Engines serve the new weights only when all this has succeeded. An engine that dies meanwhile is replaced, and
-        sending and probe are done again; requests in flight wait.
+        then sending and probe are repeated; requests in flight wait.
 
         Raises:
             SendError: an engine failed, was too slow, or received or holds other bytes than were sent.
@@ -269,7 +269,7 @@ class SyncedPolicy:
         )
 
     def _judge_engines(self, expected: Sequence[Float32Array]) -> ProbeResult:
-        """Compare the engines' log-probs of the probe with the policy's, ``expected``."""
+        """Compare the engines' log-probs on the probe with ``expected``, the policy's log-probs."""
         try:
             return self._probe.judge(self._engines.score_prompts(self._probe.token_ids), expected)
         except HandoffMismatch as error:

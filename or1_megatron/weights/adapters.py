@@ -56,11 +56,11 @@ class AdaptedRow(NamedTuple):
     """Indices of the linear's HF tensors that have an adapter."""
     a: Row
     b: Row
-    """B for the rows of all the linear's HF tensors. Rows of a tensor without adapter stay zero and are in no file."""
+    """The row of B, for all HF tensors of the linear. The part for a tensor without adapter is zero and in no file."""
 
 
 class AdapterTable:
-    """The weight table of a model's adapters. As a ``ModelFamily``, it has ``rows``, ``shapes`` and ``experts``.
+    """The weight table of a model's adapters. Like a ``ModelFamily``, it has ``rows``, ``shapes`` and ``experts``.
 
     Args:
         targets: ends of the HF names of the linears to adapt; if there are none, all linears are adapted.

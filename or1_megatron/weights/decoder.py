@@ -32,8 +32,8 @@ _NORM_AND_LINEAR: Final = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
-"""(norm, prefix of the norm's weight in the next linear). Megatron's TELayerNormColumnParallelLinear computes both and
-holds the norm's weight. The table and our checkpoints always use the norm's own name."""
+"""(norm, prefix of the norm's weight in the next linear). Megatron's TELayerNormColumnParallelLinear computes norm and
+linear, and holds the norm's weight. The table and our checkpoints always use the norm's own name."""
 
 
 def fused_names(name: str) -> Iterator[str]:
@@ -92,7 +92,7 @@ QK_NORM: Final = tuple(
 
 
 def decoder_conflicts(hf: HFConfig, *computed: str) -> Iterator[str]:
-    """Yield a sentence for each unsupported setting of a Llama-like family, which supports the keys ``computed``."""
+    """Yield a sentence for each unsupported setting of a Llama-like family that supports the keys ``computed``."""
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
         yield f"hidden_act = '{activation}' is not supported; expected 'silu'"

@@ -53,7 +53,7 @@ class RankGrid:
     expert: int = 1
 
     def ranks(self, stage: int, tensor_rank: int, expert_rank: int | None = None) -> range:
-        """Return all ranks that hold one shard; of an expert's shard, only the ranks with ``expert_rank``."""
+        """Return all ranks that hold one shard; if it is an expert's shard, the ranks with this ``expert_rank``."""
         first = tensor_rank + self.tensor * self.replicas * stage
         stop = first + self.tensor * self.replicas
         if expert_rank is None:

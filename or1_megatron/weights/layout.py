@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The memory layout of a Megatron tensor: in this class one unchanged HF tensor, in subclasses several, fused."""
+    """The memory layout of a Megatron tensor: here one unchanged HF tensor, in subclasses several HF tensors, fused."""
 
     def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
         """Make the Megatron tensor from HF tensors, given in the order of ``Row.hf``."""
@@ -69,7 +69,7 @@ class GatedQKV(FusedQKV):
 
     @staticmethod
     def _swapped(q: Tensor, hf: Mapping[str, Any], inner: int) -> Tensor:
-        """Within each group, reorder the [a, ``inner``] blocks, of D tensor rows each, to [``inner``, a]."""
+        """In each group, transpose a matrix of blocks: its rows have ``inner`` blocks, a block has D rows of ``q``."""
         blocks = 2 * hf["num_attention_heads"] // hf["num_key_value_heads"]
         by_group = q.reshape(hf["num_key_value_heads"], blocks // inner, inner, -1, *q.shape[1:])
         return by_group.transpose(1, 2).reshape(q.shape)
@@ -84,9 +84,9 @@ class HeadBlocks(Layout):
 
     sections: tuple[str, ...]
     """One string per HF tensor. A letter stands for rows that a key head has: k the rows of its key (or query), v the
-    rows of its values (or gates), n one row per value head. In small letters, each letter is a section: the tensor
-    stores the first letter's rows of all heads, then the next letter's rows of all heads. In capitals, the whole string
-    is one section: the tensor stores all rows of the first head, then all rows of the next head."""
+    rows of its values (or gates), n one row per value head. If the letters are small, each is a section:
+    the tensor has the first letter's rows of all heads, then the next letter's rows of all heads. If they are capitals,
+    the whole string is one section: the tensor has all rows of the first head, then all rows of the next head."""
 
     def fuse(self, parts: Sequence[Tensor], hf: Mapping[str, Any]) -> Tensor:
         heads = hf["linear_num_key_heads"]

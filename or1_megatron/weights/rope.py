@@ -21,7 +21,7 @@ _NEEDED: Final = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-"""The known types, and the keys that each of them needs."""
+"""The known types of RoPE scaling, each with the keys that it needs."""
 
 
 def rope_parameters(hf: HFConfig) -> dict[str, Any]:

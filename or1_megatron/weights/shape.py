@@ -46,7 +46,7 @@ class Shape:
     experts: Experts | None = None
     latents: Latents | None = None
     delta_net: DeltaNet | None = None
-    """Linear attention; None if no layer has it. If some have it, full attention in the other layers is gated."""
+    """Linear attention; None if no layer has it. If some layers have it, the other layers have gated full attention."""
     windowed: range = range(0)
     """The layers whose attention sees only the last ``window`` tokens."""
     window: int = 0

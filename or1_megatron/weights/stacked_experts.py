@@ -44,7 +44,7 @@ def in_files(name: str) -> str:
 
 
 def loaded_as(name: str) -> str:
-    """Return the name of what vLLM loads at once: ``name`` itself or, for a part, the expert's whole stack entry."""
+    """Return the name under which vLLM loads ``name``. For a part, it is the name of the expert's whole stack entry."""
     return re.sub(r"\.experts\.(\w+)\[(\d+), .*", r".experts.\2.\1", name)
 
 
@@ -73,7 +73,7 @@ def split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def joined(
     tensors: Iterable[tuple[str, Tensor | None]], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield (name, tensor) as in the files, made of the table's tensors in order. ``shapes``: from ``file_shapes``."""
+    """Yield the files' (name, tensor), joined from the table's ``tensors`` in order. ``shapes``: by ``file_shapes``."""
     made: dict[str, Tensor] = {}
     for name, tensor in tensors:
         if (part := part_of(name)) is None:

@@ -25,7 +25,7 @@ class Row:
 
     hf: tuple[str, ...]
     axes: tuple[str, ...]
-    """For each HF tensor one letter per axis: see ``axis_sizes``."""
+    """For each HF tensor, a text with one letter per axis (see ``axis_sizes``)."""
     megatron: str
     cut: Cut
     layout: Layout = Layout()
@@ -64,9 +64,9 @@ class Experts:
     """The sizes and the routing rule of a mixture of experts."""
 
     count: int
-    """Experts in a layer."""
+    """Number of experts in a layer."""
     chosen: int
-    """Experts that compute a token."""
+    """Number of experts that compute a token."""
     intermediate: int
     """Width of one expert."""
     normalised: bool
@@ -137,7 +137,7 @@ class ModelFamily:
     layers: tuple[Row, ...]
     """The rows of a layer; the rows before and after the layers are the same in all families."""
     conflicts: Callable[[HFConfig], Iterator[str]]
-    """Yields a sentence for each setting of a config that this package does not compute."""
+    """Yields a sentence for each setting of a config that this package does not support."""
     experts: Callable[[HFConfig], Experts | None] = lambda hf: None
     """Returns the mixture of experts; None for a dense model."""
     delta_net: Callable[[HFConfig], DeltaNet | None] = lambda hf: None

@@ -39,7 +39,7 @@ def assert_tests(cases: Any) -> tuple[ProgramTest, ...]:
 
 
 def check_tests(decoded: Mapping[str, Any]) -> tuple[ProgramTest, ...]:
-    """Return the test program of entry_point, import_prefix and test_code. Raises ValueError if it is unusable."""
+    """Return the test program made of the keys entry_point, import_prefix and test_code, or raise ValueError."""
     for key in ("entry_point", "import_prefix", "test_code"):
         if not isinstance(decoded.get(key), str):
             raise ValueError(f"{key}: found {decoded.get(key)!r:.100}, expected a string beside test_code")
@@ -64,7 +64,7 @@ def check_tests(decoded: Mapping[str, Any]) -> tuple[ProgramTest, ...]:
 
 
 def _whole_functions(module: ast.Module) -> set[str]:
-    """Return the names of a module's functions that have a body, unlike a prompt's functions with only a docstring."""
+    """Return the names of a module's functions whose body is more than ``pass`` or a docstring."""
     return {
         node.name
         for node in module.body

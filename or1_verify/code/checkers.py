@@ -69,7 +69,7 @@ def parse_checker(value: Any, calls: bool) -> Checker:
 
 
 def text_matches(output: bytes, expected: Any, checker: Checker) -> bool:
-    """Return whether a standard output matches the expected text. With any_of, ``expected`` is a list of texts."""
+    """Return whether standard output matches the expected text. For the checker any_of, ``expected`` lists texts."""
     if checker.of is not None:
         return any(text_matches(output, one, checker.of) for one in expected)
     check = _TEXT_CHECKS[checker.kind]
@@ -102,7 +102,7 @@ def _tokens_match(result: list[str], expected: list[str]) -> bool:
 
 
 def _decimal(token: str) -> Decimal | None:
-    """Return the finite number that a token spells, or None. A token with digits of other scripts is no number."""
+    """Return the finite number that a token spells, or None. A token that is not ASCII is no number."""
     if len(token) > _MAX_DECIMAL_CHARS or not token.isascii() or "_" in token:
         return None
     try:

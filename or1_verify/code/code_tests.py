@@ -17,7 +17,7 @@ _CALL_NAME = re.compile(r"(?:([^\W\d]\w*)\(\)\.)?([^\W\d]\w*)")
 
 @dataclass(frozen=True, slots=True)
 class StdinTest:
-    """A test that runs the submission as a program. ``expected``: its output, or several for the checker any_of."""
+    """A test that runs the submission as a program. ``expected``: the right output, or several for any_of."""
 
     name: str
     stdin: bytes
@@ -28,8 +28,8 @@ class StdinTest:
 class CallTest:
     """A test that calls a function or method, whose result the problem's checker compares with ``expected``.
 
-    ``wrapped``: whether the only item of the list ``expected`` is accepted too. Data sets whose outputs are lists often
-    wrap a result in another list.
+    ``wrapped``: ``expected`` is a list of one item, and that item itself is accepted too, because some data sets wrap
+    each result in a list.
     """
 
     name: str
@@ -46,7 +46,7 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True)
 class ProgramTest:
-    """A test program, which runs in a sandbox of its own. ``stand_ins``: names in it -> the submission's names."""
+    """A test program, which runs in its own sandbox. ``stand_ins``: name in the program -> name in the submission."""
 
     name: str
     program: str

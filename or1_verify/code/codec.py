@@ -4,7 +4,7 @@ This file imports only the standard library, because the programs inside the san
 only exact built-in types and LeetCode's ListNode and TreeNode, never an object of the sender's classes.
 
 None, bool, str, list, float and small int are encoded as themselves, other values as objects with one key, the tag:
-``tuple``, ``set``, ``frozenset``, ``dict`` (pairs), ``bytes`` (hex), ``int`` (hex, for the huge), ``list_node``
+``tuple``, ``set``, ``frozenset``, ``dict`` (pairs), ``bytes`` (hex), ``int`` (hex of a large int), ``list_node``
 (values of a linked list), ``tree_node`` (LeetCode's level order, None for a missing child).
 """
 

@@ -70,7 +70,7 @@ def _tests_of(decoded: dict[str, Any]) -> CodeTests:
 
 
 def _of_code_r1(program: str) -> dict[str, Any]:
-    """Return our keys for code-r1's key ``functional``: a program that ends in check(entry point), or assertions."""
+    """Return our keys for ``program``, code-r1's key ``functional``. It ends in check(entry point), or has asserts."""
     test, call, entry = program.rstrip().removesuffix(")").rpartition("\ncheck(")
     if not call:
         return {"assert_case": [program]}

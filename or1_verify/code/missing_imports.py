@@ -22,7 +22,7 @@ MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""Modules whose names are provided. If two provide a name, the later counts. A module's own name means the module."""
+"""Modules whose names are provided; if two have the same name, the later's. A module's name means the module itself."""
 
 
 @cache

@@ -36,7 +36,7 @@ TestOutcome = tuple[str, str | None]
 
 
 class CodeRun:
-    """Runs the tests of submissions in ``sandbox``. Its limits hold for each test, unless the problem has its own.
+    """Runs the tests of submissions in ``sandbox``, each test under the sandbox's limits or those of the problem.
 
     ``budget_s``: wall time limit of all tests of one submission together.
     """
@@ -207,7 +207,7 @@ class _Calls:
 
 
 def _from_program(judge: ConfinedProcess, line: bytes, asked: int) -> bytes:
-    """Return a test program's next line. Raises SandboxFailure if it ends before a call, SessionEnded if later."""
+    """Return a test program's next line. If none comes: SandboxFailure before the first call, SessionEnded later."""
     try:
         return judge.ask(line)
     except SessionEnded as error:

@@ -123,7 +123,7 @@ def last_python_block(text: str) -> str | None:
     A fence is three or more backticks or tildes anywhere in a line: in a list, a quote or a box, or after the last line
     of code. Strings of a program may hold fences too. So a Python block ends at the first fence up to which the source
     parses, or at the very first fence if the source never parses. Fences that begin a line are tried first, because
-    comments may hold others. Returns None if there is no such block, or if it is never closed.
+    comments may hold fences too. Returns None if there is no such block, or if it is never closed.
     """
 
     def before(fence: re.Match[str]) -> str:

@@ -60,7 +60,7 @@ class MathVerifier:
         parse_golds(problem.ground_truth)
 
     def verify(self, problem: Problem, response: str, truncated: bool) -> Verdict:
-        """Judge a response: reward 1 if it ended by itself, closed its reasoning and answered with a gold, else 0.
+        """Judge a response: reward 1 if it ended by itself, closed its reasoning and gave a right answer, else 0.
 
         The judge ``math_verify``, like the released code, also judges truncated responses and unclosed reasoning.
         """

@@ -19,7 +19,7 @@ from or1_verify.types import Attempt, Verdict
 class LocalWorker:
     """A ``pool.queue.Worker`` in a child process. The child dies with the thread that constructs the worker.
 
-    A thread of the worker's own reads and writes the child's pipes, and ends when the child ends.
+    The worker has one thread, which reads and writes the child's pipes, and ends when the child ends.
     """
 
     def __init__(self, config: VerifyConfig, abilities: frozenset[str]) -> None:

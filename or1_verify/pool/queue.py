@@ -51,8 +51,8 @@ class VerifierPool:
     """Judges responses on ``config.workers`` workers, each made by ``make_worker``.
 
     A worker is replaced if it dies, or if it takes longer than ``call_timeout_s`` for a response (by default a minute
-    more than ``config.budget_s``). The response then goes to the end of the queue for a second try. If that fails too,
-    its verdict has the status ``error``. ``retries`` counts the second tries.
+    more than ``config.budget_s``). The response then goes to the end of the queue for a second try. If the second try
+    fails too, the response's verdict has the status ``error``. ``retries`` counts the second tries.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class Columns:
         return self.text(name) if name in self.row else ""
 
     def decoded(self, name: str, kind: type) -> Any:
-        """Return a column's value, decoded from JSON if it is text. It must be a ``kind``; empty or null gives None."""
+        """Return a column's value of type ``kind``, decoded from JSON if it is text; None if it is empty or null."""
         value = self.row[self._first((name,))]
         if isinstance(value, str):
             if not value.strip():

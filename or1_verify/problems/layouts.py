@@ -82,7 +82,7 @@ def _own_layout(columns: Columns) -> Published:
 
 
 def _answered(row: Columns) -> Published:
-    """Read a math problem and its answer, by the column names of many sets. GSM8K's answers end in ``#### 1,234``."""
+    """Read a math problem and its answer from columns that many sets have. GSM8K's answers end in ``#### 1,234``."""
     given = row.answer("final_answer", "expected_answer", "reference_answer", "answer", "Answer")
     worked, marked, gold = given.rpartition("####")
     names = ("solution", "Solution", "generated_solution", "r1_solution_1", "r1_solution_2", "r1_solution_3")

@@ -142,7 +142,7 @@ class _PlainRow(_StrictModel):
     source: str | None = None
 
     def parsed(self, origin: str) -> ParsedRow:
-        """Return the row's fields. For math the ground truth is a JSON list of answers, else it is text or JSON."""
+        """Return the row's fields. For math, the ground truth is a JSON list of answers; otherwise, text or JSON."""
         if self.ability == "math":
             answers = self.answer if isinstance(self.answer, list) else [str(self.answer)]
             if missing := [answer for answer in answers if answer.strip().lower() in MISSING]:
@@ -190,9 +190,9 @@ def published_row(
 
 
 def _listed(answer: str) -> str:
-    """Return a math ground truth that is one plain answer, such as 204 or 336^\\circ, as a JSON list of it.
+    """Return the JSON of a list with one item, the plain answer that a math row has, such as 204 or 336^\\circ.
 
-    Text that begins like a list or an object, and words for a missing value, are returned unchanged.
+    An answer that begins like a list or an object, or is a word for a missing value, is returned unchanged.
     """
     text = answer.strip()
     if text[:1] in ("", "[", "{") or text.lower() in (*MISSING, "true", "false"):

@@ -15,7 +15,7 @@ Policy = Literal["refuse", "drop"]
 FILE_NAME = "unusable_rows.jsonl"
 _SHOWN = 20
 _LISTED = 10_000
-"""Most rows that are kept in memory and written to the file; further rows are only counted."""
+"""Largest number of rows that are kept in memory and written to the file; further rows are only counted."""
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The sandbox's first tier: bubblewrap, which gives each run namespaces of its own.
 
-A program in it has no network and no /proc, and sees no other processes. It can only read /usr and the interpreter, and
-write to a small tmpfs at /tmp and one at /dev/shm. It has an unprivileged uid and its own session. All processes of a
+The program has no network and no /proc, and sees no other processes. It can read only /usr and the interpreter, and
+write only to two small tmpfs, /tmp and /dev/shm. It has an unprivileged uid and its own session. All processes of a
 sandbox die with its first process, and the first process dies with ours.
 """
 

@@ -152,7 +152,7 @@ class CgroupPool:
 
 
 def _unified_base() -> dict[str, Path]:
-    """Return this process's cgroup v2 by controller; {} unless its children get the controllers memory and pids."""
+    """Return controller (memory, pids) -> folder of this process's v2 cgroup; {} unless its children get both."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         if line.startswith("0::"):
             base = _existing(_MOUNT, line.removeprefix("0::"))
@@ -163,7 +163,7 @@ def _unified_base() -> dict[str, Path]:
 
 
 def _split_bases() -> dict[str, Path]:
-    """Return this process's cgroups v1 by controller (memory and pids), or {} if one is missing."""
+    """Return controller (memory, pids) -> folder of this process's v1 cgroup; {} if one of the two is missing."""
     bases = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
@@ -173,7 +173,7 @@ def _split_bases() -> dict[str, Path]:
 
 
 def _existing(mount: Path, path: str) -> Path:
-    """Return the folder of a cgroup. In a container that shows only its own part of the tree, this is ``mount``."""
+    """Return the folder of a cgroup. In a container that shows only its part of the tree, it is ``mount``."""
     folder = mount / path.lstrip("/")
     return folder if folder.is_dir() else mount
 

@@ -44,7 +44,7 @@ _CHUNK_BYTES = 1 << 16
 class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
     """A started sandbox. Its first program, the runner, confines itself, and then waits at the gate, a socket.
 
-    When it is released, the runner becomes the program. ``process`` is our child: the program itself, or bubblewrap,
+    When the runner is released, it becomes the program. ``process`` is our child: the program itself, or bubblewrap,
     whose child is the program. ``status`` is the pipe on which bubblewrap tells {"child-pid"}; no process inside the
     sandbox can write to this pipe.
     """
@@ -76,9 +76,9 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         descriptors: Sequence[int] = (),
         **options: Any,
     ) -> ConfinedProcess:
-        """Start ``command``, which runs the runner. Its last argument is the descriptor of the runner's gate.
+        """Start ``command``, which runs the runner. Its last argument, the descriptor of the gate, is added here.
 
-        ``stdin``: content, or None for a pipe that stays open. ``options``: Popen's. Raises OSError if it cannot start.
+        ``stdin``: content, or None for a pipe that stays open. ``options``: for Popen. Raises OSError if Popen does.
         """
         gate, inner_gate = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         standard_input = subprocess.PIPE if stdin is None else memory_file("stdin", stdin)
@@ -170,7 +170,7 @@ class ConfinedProcess(AbstractContextManager["ConfinedProcess"]):
         """Read the program's output until the program ends, or, with a ``line`` to send, until it writes a line.
 
         Returns the limit that the program met, "exited" if it ended by itself, or None if it wrote a line. Time in
-        which this process did not run (on a busy or paused machine) is not counted; output of that time is read.
+        which this process did not run (on a busy or paused machine) is not counted; what was written then is read.
         """
         process, limits, unsent = self.process, self.limits, memoryview(b"" if line is None else line + b"\n")
         left_s, late, starved_s = limits.wall_s, False, self.starved_s()
@@ -322,7 +322,7 @@ def _write(descriptor: int, unsent: memoryview) -> memoryview:
 
 
 def _exited(pid: int, timeout_s: float) -> bool:
-    """Return whether a child process ends within the time, without reaping it."""
+    """Return whether a child process ends within ``timeout_s``. Does not reap it."""
     descriptor = os.pidfd_open(pid)
     try:
         return bool(select.select([descriptor], [], [], timeout_s)[0])

@@ -129,7 +129,7 @@ class Landlock:
 def _own_identity() -> dict[str, Any]:
     """Return Popen's options for a uid that no other process has, so that the limit on processes counts no others.
 
-    Only root can set a uid, so other users get no options. If the system refuses that uid, the uid is nobody's.
+    Only root can set a uid, so other users get no options. If the system refuses that uid, the options name ``nobody``.
     """
     if os.geteuid() != 0:
         return {}

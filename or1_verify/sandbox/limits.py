@@ -13,7 +13,7 @@ from or1_verify.child_process import describe_exit
 from or1_verify.config import VerifyConfig
 
 Ending = Literal["exited", "cpu_time", "wall_time", "memory", "output"]
-"""How a program ended. exited: by itself or by a signal. Others: it was killed because it exceeded this limit."""
+"""How a program ended. exited: by itself or by a signal. Any other value: it was killed for exceeding that limit."""
 
 WALL_PER_CPU = 2.0
 """Ratio of a run's wall time limit to its CPU time limit."""
@@ -61,7 +61,7 @@ class SandboxLimits:
     """Name of a limit ("cpu_time", "memory", ...) -> its configuration key, for messages. Fixed limits have no key."""
 
     def for_problem(self, own: ProblemLimits) -> SandboxLimits:
-        """Return these limits with a problem's own limits in their place; memory is at most ``most_memory_bytes``."""
+        """Return these limits, overridden by those that a problem sets; memory is at most ``most_memory_bytes``."""
         limits, keys = self, dict(self.keys)
         if own.time_s is not None:
             keys |= {"cpu_time": "the row's limits.time_s", "wall_time": f"{WALL_PER_CPU:g} x the row's limits.time_s"}

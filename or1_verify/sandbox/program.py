@@ -30,7 +30,7 @@ class SandboxUnavailable(UserError, RuntimeError):
 
 
 class SandboxFailure(UserError, OSError):
-    """The sandbox of a run failed, not its program: the sandbox did not start, or a resource of the machine ran out."""
+    """A sandbox failed, not the program in it: the sandbox did not start, or a resource of the machine ran out."""
 
 
 class SessionEnded(Or1Error):

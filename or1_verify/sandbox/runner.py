@@ -28,8 +28,8 @@ STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
 def lock(to: dict[str, Any]) -> None:
     """Confine this process for good: it dies with its parent, gains no rights by exec, obeys seccomp and Landlock.
 
-    ``to`` has ``parent`` (pid), ``filter`` (a seccomp program), and for Landlock ``attributes`` (the ruleset's, 64 bits
-    each) and ``rules`` [(path, rights)]. The numbers are from linux/prctl.h and linux/landlock.h.
+    ``to`` has ``parent`` (pid), ``filter`` (a seccomp program), and for Landlock ``attributes`` (of the ruleset, 64
+    bits each) and ``rules`` [(path, rights)]. The numbers are from linux/prctl.h and linux/landlock.h.
     """
     import ctypes
     import struct
@@ -117,7 +117,7 @@ def lift_in_threads() -> None:
 
 
 def run_here(path: str, arguments: list[str]) -> None:
-    """Run a file as ``python path *arguments`` would, but in this process, and with integers of any length."""
+    """Run a file as ``python path *arguments`` would, but in this process, and with no limit on an integer's digits."""
     with open(path, "rb") as file:
         source = file.read()
     sys.argv = [path, *arguments]

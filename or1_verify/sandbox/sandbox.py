@@ -132,9 +132,9 @@ def open_sandbox(config: VerifyConfig) -> Sandbox:
 
 
 def _interpreters() -> Iterator[Path]:
-    """Yield the interpreters to try. Ours comes before the system's, so that submissions get the user's Python version.
+    """Yield the interpreters to try: first ours, so that submissions get the Python version that the user runs.
 
-    In a virtual environment our base interpreter lacks packages, so a copy of it with _PACKAGES comes before it.
+    In a virtual environment our base interpreter has no packages, so a copy with _PACKAGES comes first.
     """
     ours = Path(os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable))
     if sys.prefix == sys.base_prefix:
@@ -145,7 +145,7 @@ def _interpreters() -> Iterator[Path]:
 
 
 def _with_packages(python: Path) -> Path:
-    """Return a copy of our Python, which a sandbox's user can read, with those of _PACKAGES that are installed.
+    """Return a copy of our Python with those of _PACKAGES that are installed. A sandbox's user can read the copy.
 
     The copy is made at the first call. Raises OSError, RuntimeError or ValueError if it cannot be made.
     """

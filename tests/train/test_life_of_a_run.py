@@ -54,7 +54,7 @@ def test_life_of_a_run(small_config: Callable[[Path], Path], train: Callable[...
 
 
 def check_folder(run: Path) -> None:
-    """Expect each step once, times that add up, a summary, rollouts, checkpoints, a model that transformers loads."""
+    """Expect each step once, no time counted twice, a summary, rollouts, checkpoints, a model that transformers loads."""
     rows = read_rows(run / "metrics.jsonl")
     steps = [row for row in rows if "reward/mean" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
@@ -62,7 +62,7 @@ def check_folder(run: Path) -> None:
         verbs = sum(
             value for name, value in row.items() if name.startswith("time/") and name not in ("time/step", "time/other")
         )
-        assert verbs == pytest.approx(row["time/step"], rel=0.02)
+        assert 0 < verbs <= row["time/step"]  # between them, a loaded machine may run something else
     probes = [row["handoff/probe_max_abs_diff"] for row in steps if "handoff/probe_max_abs_diff" in row]
     assert len(probes) >= 5 and max(probes) < 1e-3  # a step in which a stop was asked for hands nothing off
     kl = [row["policy/kl"] for row in steps if "policy/kl" in row]

@@ -19,6 +19,7 @@ from training import ROOT
 HELD_OUT = "runs/quickstart_data/heldout.jsonl"
 
 LORA = "model.lora.rank=16", "model.lora.alpha=32", "optimizer.lr=2.0e-3"
+SHORTER = "stages.0.steps=8", "stages.1.steps=4"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -38,14 +39,14 @@ def trained(script: str, run: Path, *keys: str) -> tuple[dict[str, Any], list[di
 
 def test_the_quickstart_of_a_mixture_learns(tmp_path: Path) -> None:
     """By at least 35 points, in bf16 with EP2 and router replay: engine and policy agree, and would not without it."""
-    summary, steps = trained("examples/quickstart_moe/run.sh", tmp_path / "run")
+    summary, steps = trained("examples/quickstart_moe/run.sh", tmp_path / "run", *SHORTER)
     assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.35
     assert all(row["routing/rerouted"] > 0 and row["routing/bytes"] > 0 for row in steps)
     assert max(row["mismatch/mean_abs"] for row in steps) < 0.01
 
 
 def test_quickstart_learns_with_lora(tmp_path: Path) -> None:
-    summary, _ = trained("examples/quickstart/run.sh", tmp_path / "run", *LORA)
+    summary, _ = trained("examples/quickstart/run.sh", tmp_path / "run", *LORA, *SHORTER)
     assert summary["accuracy_after"] >= 0.9
 
 

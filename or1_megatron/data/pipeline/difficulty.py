@@ -1,4 +1,4 @@
-"""Difficulty filter of the data build: excludes problems that each model solves in all or none of N tries."""
+"""Difficulty filter of the data build: keeps a problem if some model solves it in some, but not all, of N tries."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Difficulty(ModelStep[DifficultyConfig]):
             )
 
     def _decided(self, row: Candidate, given: Mapping[str, Sequence[str]]) -> Outcome:
-        """Keep the problem, with its measured difficulty, if a model solves it in some but not all of its tries."""
+        """Keep the problem, with its measured difficulty, if a model solved it in some, but not all, of its tries."""
         counts = {
             model: (sum(status != "right" for status in statuses), len(statuses))
             for model, statuses in given.items()

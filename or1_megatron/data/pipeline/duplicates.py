@@ -99,7 +99,7 @@ class ExactDuplicates(DuplicateStep[Section]):
 
 
 class NearDuplicates(DuplicateStep[DuplicatesConfig]):
-    """Excludes near-duplicates: MinHash finds pairs of statements, the Jaccard similarity of their shingles decides.
+    """Excludes near-duplicates: MinHash finds likely pairs, and the Jaccard similarity of their shingles decides.
 
     Statements that differ in a number, or in a word that decides the meaning (largest, smallest, odd, even, ...), are
     never duplicates. A problem is compared only with problems that stay. So if A is like B and B is like C, but A is
@@ -111,7 +111,7 @@ class NearDuplicates(DuplicateStep[DuplicatesConfig]):
     without_effect = frozenset({"embedding"})
 
     def _find(self, shards: Sequence[Path]) -> Repeats:
-        """Compare each problem with earlier problems that share a band key. Keeps no statements of other problems."""
+        """Compare each problem with earlier problems that share a band key; keep only their statements in memory."""
         columns = ("statement", *self._kinds)
         keys = np.concatenate([_keys(*batch) for batch in read_columns(shards, columns, _BATCH_ROWS)])
         shared = np.stack([_occurs_again(band) for band in keys.T], axis=1)
@@ -153,6 +153,6 @@ def _occurs_again(band: UInt64Array) -> BoolArray:
 
 
 def numbered(shards: Sequence[Path], columns: Sequence[str]) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """Yield (number from 0, values of the named columns) of each candidate in the shards that is not excluded."""
+    """Yield (number, values of the named columns) for each candidate that is not excluded; numbers start at 0."""
     rows = (values for batch in read_columns(shards, columns) for values in zip(*batch, strict=True))
     return enumerate(rows)

@@ -40,7 +40,7 @@ class EmbeddingConfig(Section):
     """Exclusion by cosine similarity of mean-pooled hidden states. The paper gives neither model nor threshold."""
 
     model: Path
-    """Local folder of any encoder or decoder that transformers loads."""
+    """Local folder of any encoder or decoder that the library transformers can load."""
     threshold: Fraction = 0.95
     abilities: tuple[str, ...] = ("code",)
     """Only problems of these abilities are compared with each other. The paper compares code problems."""
@@ -123,7 +123,7 @@ class Recipe(Section):
     out: Path = Field(default=Path("runs/dataset"), validate_default=False)  # strict JSON has no paths
     sources: tuple[BuildSource, ...] = Field(min_length=1)
     unusable: Literal["refuse", "drop"] = "refuse"
-    """What to do with data rows that do not fit their source's columns. refuse: list them and stop; drop: exclude."""
+    """What to do with data rows that do not fit their source's columns. refuse: list them, stop; drop: exclude them."""
     answers: VerifiedStepConfig | None = VerifiedStepConfig()
     """Math: keep problems whose worked solution gives the stated answer, or that have no solution. null: no check."""
     duplicates: DuplicatesConfig = DuplicatesConfig()

@@ -1,4 +1,4 @@
-"""The data build's records, candidates and exclusions, and the Parquet shards in which each step writes them."""
+"""The two kinds of record of the data build, candidate and exclusion, and the Parquet shards that hold them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from or1_verify.types import Message, Problem
 class Candidate(Published):
     """A problem in the data build: a published data row, with what the steps add to it.
 
-    Duplicates are found by ``statement``, which is the source's text. ``notes`` (JSON-able) come from the source or
-    from a step, such as ``question_type`` or the votes.
+    ``statement`` is the source's text; the steps find duplicates by it. ``notes`` (JSON-able) are further facts, such
+    as ``question_type`` or the votes, from the source or from a step.
     """
 
     id: str
     origin: str
     set_name: str = ""
-    """Name of the source in the recipe; ``source`` may name only a part of it."""
+    """Name of the problem set in the recipe; ``source`` may be the name of a part of this set."""
 
     @property
     def messages(self) -> tuple[Message, ...]:

@@ -35,7 +35,7 @@ REFUSED = "refused"
 
 
 class ResultStore:
-    """A model's results by (problem, sample), in a JSONL file with a line per result, which kill -9 does not damage."""
+    """A model's results by (problem, sample). The JSONL file has a line per result, and kill -9 does not damage it."""
 
     def __init__(self, folder: Path, model: str, request_settings: Mapping[str, Any]) -> None:
         """Open a model's store. ``request_settings``: all settings, such as sampling, that affect a result."""
@@ -129,7 +129,7 @@ class ModelStep[M: DifficultyConfig | JudgesConfig](PipelineStep[M]):
         raise NotImplementedError
 
     def _request_settings(self) -> dict[str, Any]:
-        """Return the settings that affect a result, without problem and model."""
+        """Return all settings that affect a result, except those of the model."""
         return self._config.model_dump(mode="json", exclude={"models", "workers", *self.only_counts})
 
     def _given(self, row: Candidate, store: ResultStore) -> list[str]:
@@ -151,8 +151,8 @@ class ModelStep[M: DifficultyConfig | JudgesConfig](PipelineStep[M]):
     ) -> None:
         """Send the missing requests, and store each result as it comes (REFUSED if the model refuses for good).
 
-        Raises DataError after the last answer if requests failed. Raises it too if the model refuses every request,
-        because then the requests are wrong, not the problems; nothing is stored.
+        Raises DataError after the last answer if requests failed. Raises it too if the model refuses every request, and
+        then stores no refusal, because the requests are wrong, not the problems.
         """
         waiting: dict[tuple[str, int], Candidate] = {}
         sent = 0
@@ -189,5 +189,5 @@ def _key(row: Candidate) -> str:
 
 
 def _identity(model: SampledModel) -> dict[str, Any]:
-    """Return the settings that identify a model, without the settings of its engines and requests."""
+    """Return the settings that identify a model; those of its engines and requests are left out."""
     return model.model_dump(mode="json", include={"name", "hf", "dtype", "endpoint", "model"})

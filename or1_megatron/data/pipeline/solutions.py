@@ -71,7 +71,7 @@ class SolutionStep(PipelineStep[VerifiedStepConfig]):
         self._verifiers.close()
 
     def _checked(self, row: Candidate) -> Outcome:
-        """Return the candidate, or its exclusion: its ground truth is unusable, or a required solution is missing."""
+        """Return the candidate, or an exclusion if its ground truth is unusable or a required solution is missing."""
         with self._verifiers.borrowed() as verifiers:
             try:
                 verifiers[row.ability].check_ground_truth(row.problem())

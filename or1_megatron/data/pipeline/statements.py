@@ -78,7 +78,7 @@ def _fault(row: Candidate) -> tuple[str, dict[str, Any]] | None:
 
 
 def _only_answer(ground_truth: str) -> str:
-    """Return the single answer of a ground truth that is a JSON list of one; else the ground truth unchanged."""
+    """Return the answer in a ground truth that is a JSON list with one item; else the ground truth unchanged."""
     if not ground_truth:
         return ""
     try:
@@ -89,7 +89,7 @@ def _only_answer(ground_truth: str) -> str:
 
 
 def _chooses(text: str, answer: str, kind: str) -> str:
-    """Return the words of the text, or the answer's letter, that show a multiple-choice problem; else ""."""
+    """Return the evidence that a problem is multiple choice (words of its text, its type or its answer); else ""."""
     if kind == "MCQ":
         return "question_type MCQ"
     if chosen := _CHOOSES.search(text):

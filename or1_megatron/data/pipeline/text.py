@@ -134,7 +134,7 @@ def mixed(values: UInt64Array) -> UInt64Array:
 
 
 def _batch_shingles(texts: Sequence[str], chars: int) -> tuple[UInt64Array, NDArray[np.int64]]:
-    """Return (hashes of all texts' shingles, index of each text's first hash). Short texts are padded to one."""
+    """Return (hashes of all shingles, index of each text's first hash). A short text is padded to one shingle."""
     coded = [text.encode().ljust(chars, b"\0") for text in texts]
     whole = np.frombuffer(b"".join(coded), dtype=np.uint8).astype(np.uint64)
     counts = np.array([len(code) - chars + 1 for code in coded])

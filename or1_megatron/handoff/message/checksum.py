@@ -2,8 +2,8 @@
 
 A slice's 8-byte words are laid out in rows of 1,024 words. The checksum is the weighted sum of the column sums, plus a
 hash of the slice's name, position and dtype, plus a multiple of the handoff's number. A single changed word always
-changes the checksum, because weights are odd. Other changes are missed with a probability of 2^-64, with one exception:
-a swap of two words of one column (a multiple of 8 KiB apart) in complete rows is always missed.
+changes the checksum, because the sum's weights are odd. A swap of two words of one column (a multiple of 8 KiB apart)
+in complete rows is always missed. Any other change is missed with a probability of 2^-64.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Shipment:
     round: int
     source: int
     via: int
-    """The trainer rank that sends the message to the destinations: the source, or the rank on the engine's device."""
+    """The trainer rank that sends to the destinations: the source or, in two hops, the engine rank's neighbour."""
     destinations: Group
     slots: tuple[Slot, ...]
 

@@ -46,14 +46,14 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, buffer: Tensor, destination: int, number: int) -> Future[None]:
-        """Start to send ``buffer`` [n] uint8, the beginning of memory that ``allocate`` returned.
+        """Start to send ``buffer`` [n] uint8, which must be the beginning of memory that ``allocate`` returned.
 
         The buffer must not change until the future is done. From then on the receiver does not need the buffer.
         """
 
     @abstractmethod
     def receive(self, size_bytes: int, source: int, number: int, into: Tensor | None = None) -> Future[Arrival]:
-        """Start to receive a message, into ``into`` [n] uint8 if given, else into memory of the transport."""
+        """Start to receive a message into ``into`` [n] uint8. None: the transport provides the memory."""
 
     @abstractmethod
     def free_buffers(self) -> None:
@@ -159,13 +159,13 @@ class WaitingThreads:
 
 
 def nothing() -> None:
-    """Do nothing: the ``then`` of a work that needs no action when it is done."""
+    """Do nothing. This is the argument ``then`` of ``follow`` for a work that needs no action when it is done."""
 
 
 def abort(group: ProcessGroupGloo) -> None:
     """Break all connections of a group, so that every wait on the connections ends, also on other ranks.
 
-    gloo has no call for this. But it breaks the connections when a wait times out, so this lets a wait time out.
+    gloo has no call for this, but it breaks all connections when a wait times out. So a short wait is made here.
     """
     nothing = torch.empty(1, dtype=torch.uint8)
     with contextlib.suppress(RuntimeError):

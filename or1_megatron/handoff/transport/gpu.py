@@ -2,8 +2,8 @@
 
 What to look at first when NCCL is tried (``or1 selftest transports handoff``):
 
-- Each pair of ranks gets its own communicator at its first message, which takes some tens of MiB of device memory. Both
-  directions share the communicator's stream. Making a communicator blocks until both ranks do it.
+- Each pair of ranks makes a communicator at its first message, and blocks until both ranks do this. A communicator
+  takes some tens of MiB of device memory. Both directions share its stream.
 - NCCL's kernels wait on the device (in a single queue, with CUDA_DEVICE_MAX_CONNECTIONS=1), so a trainer rank starts
   all its messages in the plan's order. A separate thread starts them; if it hangs, the rank still sees errors.
 - A new thread uses device 0, whatever other threads use. So devices are named here, never "the current one".

@@ -45,7 +45,7 @@ class Links:
     """The transports between a rank and all other ranks of a handoff."""
 
     def __init__(self, network: Transport, local: Transport | None, trainers: int) -> None:
-        """``local``: the transport from trainer ranks to engine ranks; None: ``network`` is used there too."""
+        """``local``: the transport from trainer ranks to engine ranks; None: ``network`` serves these ranks too."""
         self._network, self._local, self._trainers = network, local or network, trainers
 
     @classmethod

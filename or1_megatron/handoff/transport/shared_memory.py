@@ -41,7 +41,7 @@ class HostSharedMemory:
         return buffer
 
     def describe(self, buffer: Tensor) -> Any:
-        """Return a picklable description, with which another process's ``map`` returns the same memory."""
+        """Return a picklable description, from which the method ``map`` in another process makes the same memory."""
         return os.getpid(), self._descriptors[buffer.data_ptr()]
 
     def map(self, description: Any) -> Tensor:

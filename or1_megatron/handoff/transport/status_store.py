@@ -51,9 +51,9 @@ def open_group(store: TCPStore, rank: int, world_size: int, timeout_s: float) ->
 
 
 def compare_clocks(group: Any, world_size: int) -> dict[str, int]:
-    """Measure by how much this rank's clock is ahead of rank 0's.
+    """Measure by how much this rank's clock is ahead of rank 0's clock.
 
-    All ranks read their clocks when a barrier ends, 16 times. Returns median (``ahead_ns``) and range (``within_ns``).
+    All ranks read their clocks after each of 16 barriers. Returns the median (``ahead_ns``) and range (``within_ns``).
     """
     read = []
     for _ in range(16):

@@ -4,9 +4,9 @@ The trace of the loaders (``vllm.loader_trace``) shows that most loaders only co
 of parameters. A layer is filled by direct copies if the copies write each element of the layer's parameters exactly
 once. All other layers are loaded by their loaders.
 
-Some layers compute with their parameters in the form in which they are loaded (norms, embeddings). They are filled in
+Layers that compute with their parameters in the form in which these are loaded (norms, embeddings) are filled in
 place. Any other layer is filled outside the model. vLLM then processes the layer (on CPU, for instance, vLLM packs the
-weights for oneDNN) and copies the result to the tensors that the layer computes with.
+weights for oneDNN) and copies the result to the tensors with which the layer computes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KEEPS = "UnquantizedEmbeddingMethod"  # this method at most packs a copy of the
 
 
 def copied_directly(model: torch.nn.Module, trace: LoaderTrace) -> frozenset[str]:
-    """Return the names of the tensors that need no loader. For each layer, either all or none are returned."""
+    """Return the names of the tensors that need no loader: for each layer, either all of its tensors or none."""
     inside: dict[str, set[str]] = defaultdict(set)  # layer to tensors
     around: dict[str, set[str]] = defaultdict(set)  # tensor to layers
     filled: dict[str, dict[str, list[ParameterView]]] = defaultdict(lambda: defaultdict(list))  # by layer, parameter
@@ -74,7 +74,7 @@ def _plain(layer: Any) -> bool:
 
 
 def _is_filled(path: str, trace: LoaderTrace, filled: Mapping[str, Sequence[ParameterView]]) -> bool:
-    """Return whether traced copies write every element of the layer that vLLM waits for, each exactly once."""
+    """Return whether the traced copies write, each exactly once, all elements that vLLM's reload of the layer needs."""
     total = 0
     for parameter, views in filled.items():
         written = [source_box_of(target.shape, target.view) for target in views]
@@ -180,7 +180,7 @@ def _keeps_parameters(layer: torch.nn.Module) -> bool:
 
 
 def _only_packed(layer: torch.nn.Module) -> bool:
-    """Return whether vLLM keeps only a oneDNN copy of a layer's weight (on CPU). The layer's reload has begun."""
+    """Return whether vLLM (on CPU) keeps only a oneDNN copy of a layer's weight. The layer must be in reload."""
     kernel = get_layerwise_info(layer).kernel_tensors
     held = None if kernel is None else kernel[0].get("weight")
     on_cpu = current_platform.is_cpu() and not current_platform.is_zen_cpu()  # Zen may keep the loaded tensor

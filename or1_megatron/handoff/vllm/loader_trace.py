@@ -2,16 +2,16 @@
 
 ``trace_loaders`` runs the loaders once on placeholders: tensors of the full HF shape on the meta device, which have no
 memory. torch keeps the geometry of each view that a loader takes of a placeholder (narrow, chunk, index), and a
-dispatch mode sees when the loader copies a view into its parameter. So no table of fused projections, tensor
+dispatch mode sees when the loader copies a view into a parameter. So no table of fused projections, tensor
 parallelism, tied embeddings or experts is needed.
 
 At a weight update most layers need no loader (``direct_copy``). The loaders of all other layers run again on
-placeholders, through vLLM's layerwise reload, and ``SliceLoader`` copies the received slices in their place. A loader
-that does more with a tensor than copy a part of it gets the whole tensor.
+placeholders, through vLLM's layerwise reload. Whenever a loader copies a placeholder, ``SliceLoader`` copies the
+received slices instead. A loader that does more with a tensor than copy a part of it gets the whole tensor.
 
-Loaders of gpt-oss get each expert's entry (``weights.stacked_experts``) [in, n * out], which holds n tensors, its
-parts. The entry is the transpose of a contiguous tensor, whose row i belongs to part i modulo n. A loader's copy of
-rows counts as one copy of each part.
+Loaders of gpt-oss get one entry [in, n * out] per expert (``weights.stacked_experts``). It holds n tensors, called its
+parts: it is the transpose of a contiguous tensor, whose row i belongs to part i modulo n. When a loader copies rows,
+this counts as one copy of each part.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ParameterView:
     """The whole parameter's shape while the loaders run; vLLM's processing may change it afterwards."""
 
     def part(self, where: tuple[slice, ...]) -> ParameterView:
-        """Return a rectangle of this part."""
+        """Return the rectangle ``where`` of this part."""
         offset, size, stride = self.view
         view = view_of(torch.empty(self.shape, device="meta").as_strided(size, stride, offset)[where])
         return replace(self, view=view)
@@ -288,7 +288,7 @@ class SliceLoader(_Placeholders):
     """Gives received slices to a model's loaders, as a dispatch mode around ``load_weights`` and the reload's end.
 
     Each weight update needs a new SliceLoader. A tensor's slices are dropped once vLLM no longer needs the tensor's
-    placeholder. Until then they may be views into a message, which ``load`` turns into copies.
+    placeholder. Slices are views into a message until ``load`` replaces them by copies.
     """
 
     def __init__(self, trace: LoaderTrace, expected: Iterable[Slice]) -> None:
@@ -365,7 +365,7 @@ class SliceLoader(_Placeholders):
 
 
 def offset_in(box: Box, source: SourceBox) -> tuple[slice, ...] | None:
-    """Return the index of ``box`` in the destination of ``source``; None when ``source`` does not contain ``box``."""
+    """Return the index of ``box`` in a copy of ``source``; None if ``source`` does not contain ``box``."""
     if any(low < a or high > b for (low, high), (a, b) in zip(box, source.box, strict=True)):
         return None
     return tuple(

@@ -50,14 +50,14 @@ class ParameterCheck:
         self._expected: list[tuple[Slice, int]] = []
 
     def expect(self, received: ReceivedSlice) -> None:
-        """Remember the checksum that the parameters of this slice must have after loading."""
+        """Remember the checksum that the slice's place in the parameters must have after loading."""
         part = received.slice
         if part not in self._readable:
             self._readable[part] = list(targets(part, self._trace))
         self._expected.append((part, received.checksum))
 
     def check(self, handoff: int) -> None:
-        """Compare the checksums of all parameters that can be read in place with the expected ones.
+        """Compare each slice's checksum with that of its place in the parameters, if the place can be read.
 
         Raises:
             HandoffMismatch: a parameter differs from the received slice. The message names tensor and parameter.

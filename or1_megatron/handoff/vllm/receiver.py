@@ -132,7 +132,7 @@ class SlicesWeightTransferEngine(WeightTransferEngine[SlicesInitInfo, SlicesUpda
 
         Raises:
             HandoffError: a rank failed or was too slow.
-            SliceMismatch: a slice is not what was sent. After either error the model mixes old and new weights.
+            SliceMismatch: a slice is not what was sent. After either error the model holds old and new weights.
         """
         if self._connection is None:
             raise RuntimeError("weight transfer: update_weights came before init_weight_transfer_engine")

@@ -27,7 +27,7 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
     """Complete a layerwise reload, also of tied layers.
 
     A layer that shares another layer's weight (a tied output layer) is not loaded itself, so vLLM does not process it
-    again. On CPU such a layer computes with its own oneDNN copy of the weight, which this function makes anew.
+    again. On CPU such a layer computes with its own oneDNN copy of the weight. This function renews the copy.
     """
     finalize_layerwise_reload(model, model_config)
     seen: set[int] = set()

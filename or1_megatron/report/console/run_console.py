@@ -47,8 +47,8 @@ time of the remaining steps, from the mean time of this session's last 20 steps.
 
 
 def open_console(mode: Literal["auto", "rich", "plain"]) -> tuple[Console, bool]:
-    """Return the console on stdout, and whether it is live: shows a progress bar and colours. ``auto`` is live on a
-    terminal; ``plain`` is not, and prints no escape codes."""
+    """Return (console on stdout, whether it is live). A live console shows a progress bar and colours. ``auto`` is live
+    on a terminal; ``plain`` is never live, and prints no escape codes."""
     live = mode == "rich" or (mode == "auto" and sys.stdout.isatty())
     if live:
         return Console(force_terminal=True), True

@@ -14,7 +14,7 @@ from or1_megatron.report.figures.style import GREY, as_svg, panels, styled
 def draw_mismatch(rows: Mapping[str, tuple[Any, Any, Any]]) -> str:
     """Return an SVG figure with a panel for each entry of ``rows``: (positions, differences, noise) of N tokens, [N].
 
-    A dot is a token. Lines are means over 16 bins of positions: blue of |differences|, grey of the model's noise.
+    A dot is a token. Over 16 bins of positions, the blue line is the mean |difference|, the grey line the mean noise.
     """
     figure, axes = panels(len(rows))
     for panel, (name, (places, values, noise)) in zip(axes, rows.items(), strict=True):

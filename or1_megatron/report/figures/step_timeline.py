@@ -15,7 +15,7 @@ from or1_megatron.runtime.jsonl import read_rows
 
 Span = tuple[str, str, int, int, dict[str, Any]]  # name, thread, start and end in ns, arguments
 Processes = Mapping[str, list[list[Span]]]
-"""Each process's lanes. The spans of a lane are of one thread, one after another. Nested spans have their own lanes."""
+"""Each process's lanes. The spans of a lane are of one thread and do not overlap: nested spans have further lanes."""
 
 _COLOURS: Final = {
     "forward_step": "#2b6cb0", "backward_step": "#7fb2e5", "optimizer": "#153e75", "decode": "#dd8a2b",

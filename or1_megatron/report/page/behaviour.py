@@ -48,7 +48,7 @@ def measure(files: Sequence[Path], tokens: TokenTexts | None) -> dict[int, dict[
     """Return means over the responses of each step in rollout files, by step and name. Means of nothing are left out.
 
     length/right, length/wrong and length/truncated are in tokens. The following are shares of responses: truncated;
-    repeats (fewer than half of the n-grams in the tail are distinct); changed (there are boxes with different answers).
+    repeats (fewer than half of the n-grams in the tail are distinct); changed (the response boxes different answers).
     other_script is the share of letters outside the prompt's script; a CJK character counts as three letters. checks
     counts checking words ("wait", "verify", ...) per 1,000 tokens. entropy/tenth/* (by tenth of the response, from 0)
     and entropy/kind/* (by kind of token, ``KINDS``) are minus the engine's log-prob, in nats per token.
@@ -92,7 +92,7 @@ def _loops(ids: NDArray[np.int32]) -> bool:
 
 def _letters(texts: pa.StringArray) -> NDArray[np.int64]:
     """Return the number of letters of each script in each text, [n, scripts]. To save time, an ASCII text, whose
-    letters are all Latin, counts as one letter if it has any."""
+    letters are all Latin, counts as one letter if it has any letter."""
     counts = np.zeros((len(texts), 256), np.int64)
     counts[:, ord("a")] = pc.match_substring_regex(texts, "[A-Za-z]").to_numpy(zero_copy_only=False)
     for i in np.flatnonzero(~pc.string_is_ascii(texts).to_numpy(zero_copy_only=False)).tolist():

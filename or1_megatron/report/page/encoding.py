@@ -2,7 +2,7 @@
 
 A packet has three parts, compressed together by gzip: the header's length in bytes (uint32), the header, and the
 columns (little endian, columns with the widest numbers first). The header is JSON, and its key ``columns`` maps each
-column's name to [dtype, first byte, length]. ``web/data.js`` reads packets.
+column's name to [dtype, first byte, number of values]. ``web/data.js`` reads packets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes the data of responses that the HTML page shows in full: each token's text (by the tokenizer) and numbers."""
+"""Makes the data of responses that the HTML page shows in full: each token's text and numbers."""
 
 from __future__ import annotations
 

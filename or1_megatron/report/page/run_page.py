@@ -189,7 +189,7 @@ def _tokenizer_of(run: Path, model: Path | None, given: Path | None) -> TokenTex
 
 
 def html(named: Sequence[str], embedded: Mapping[str, bytes], texts: Sequence[bytes] = ()) -> str:
-    """Return the page of the runs ``named``. It holds the ``embedded`` packets; without them it asks its server."""
+    """Return the page of the runs ``named``, with the packets ``embedded``; without packets it asks its server."""
     title = ", ".join(named)
     body = _asset("report.html").replace("{{title}}", escape(title))
     data = [_held(name, content) for name, content in embedded.items()]

@@ -71,7 +71,7 @@ def read_page_run(
     """Return the records of a run folder. Files that cannot be read are left out, and named in the records' ``notes``.
 
     ``metrics``: the metrics, if already read. ``files``: the rollout files whose responses to read. None: all files,
-    or if they have too many responses, every n-th file and the files of ``steps``.
+    or, if they have too many responses, every n-th file and the files of ``steps``.
     """
     folder, notes = RunFolder(run), list[str]()
     config = _document(folder.config, yaml.safe_load, notes)

@@ -17,8 +17,8 @@ _HEADERS: Final = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"
 
 
 class PageServer(ThreadingMixIn, TCPServer):
-    """Serves each request on a thread, and does nothing between requests. Unless it listens at the loopback address, a
-    request needs the token that is part of ``url``."""
+    """Serves each request on a thread, and does nothing between requests. Unless the server listens at the loopback
+    address, a request needs the token that is part of ``url``."""
 
     allow_reuse_address = daemon_threads = True
 

@@ -46,7 +46,7 @@ class ClippedPolicyLoss(PolicyGradientLoss):
 
 
 def clipped_term(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return min(rho A, clip(rho, 1 - low, 1 + high) A) [N], and the mask [N] where the clipped product is smaller."""
+    """Return min(rho A, clip(rho, 1 - low, 1 + high) A) [N], and a mask [N]: whether the clipped product is smaller."""
     free = ratio * advantages
     clipped = ratio.clamp(1.0 - low, 1.0 + high) * advantages
     return torch.minimum(free, clipped), clipped < free

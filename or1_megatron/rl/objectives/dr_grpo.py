@@ -20,11 +20,11 @@ class DrGRPO(ClippedPolicyLoss):
     loss, with entropy bonus and KL, is multiplied by T_k / (R L) here. ``advantage.scale: none`` gives the advantages.
 
     Worked example: responses of 1 and 3 tokens with J = 2 and -1 at each token, L 8. The mean J is (2 - 3) / (2 * 8) =
-    -1/16, so the loss is 1/16. Likewise the token mean (2 - 3) / 4 = -1/4 times T_k / (R L) = 4 / 16 is -1/16.
+    -1/16, so the loss is 1/16. The token mean (2 - 3) / 4 = -1/4, times T_k / (R L) = 4 / 16, is -1/16 too.
     """
 
     length_share: float = 1.0
-    """T_k / (R L): the batch's mean response length over L."""
+    """T_k / (R L): the batch's mean response length, divided by L."""
 
     def __call__(
         self, log_probs: Tensor, entropies: Tensor, tokens: TokenInputs

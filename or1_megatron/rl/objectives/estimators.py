@@ -40,8 +40,8 @@ def correction_weights(
     level: IcePop, arXiv 2510.18855, with 0.5 and 5; other levels: MIS, Liu et al. 2025, "When Speed Kills Stability").
     ``floor`` None means 1 / cap.
 
-    At ``level`` token, w is the token's own ratio. At level sequence, w is the product of all ratios of the token's
-    sequence, and at level geometric, their geometric mean. The levels sequence and geometric need ``sequences``.
+    At ``level`` token, w is the token's own ratio. At level sequence, w is the product of the ratios of all tokens
+    in the token's sequence. At level geometric, w is their geometric mean. Both of these levels need ``sequences``.
 
     Worked example, cap 2: w = 3, 1.5, 0.25 become 2, 1.5, 0.25 (truncated) or 0, 1.5, 0 (masked). As one sequence they
     have the product 1.125 and the geometric mean 1.125^(1/3) = 1.040; neither is cut.

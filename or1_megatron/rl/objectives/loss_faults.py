@@ -31,7 +31,7 @@ _PROBE_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "dr_grpo": {"length_share": 0.3},
     "dapo": {"clip_high": 0.28},
 }
-"""For each objective, arguments with which its clips or its scale take effect on some hundred random tokens."""
+"""For each objective, arguments with which its clips or its scale take effect on about a hundred random tokens."""
 
 
 def probe_objective(dtype: str, name: str = "clipped", args: Mapping[str, Any] = MappingProxyType({})) -> Objective:
@@ -108,7 +108,7 @@ class _Tokens:
 
 
 def faults(objective: Objective) -> Iterator[str]:
-    """Yield a sentence for each fault of the objective. If it has a field ``on_policy``, both values are tried."""
+    """Yield a sentence for each fault of the objective. A field ``on_policy`` is tried as True and as False."""
     sentences = list(_faults(objective))
     if not sentences and is_dataclass(objective) and isinstance(before := getattr(objective, "on_policy", None), bool):
         sentences = list(_faults(replace(objective, on_policy=not before)))
@@ -181,7 +181,7 @@ def _means(name: str, whole: Result, twice: Result) -> Iterator[str]:
 
 
 def _not_additive(name: str, scope: Scope, whole: Result, parts: list[Result]) -> Iterator[str]:
-    """Yield a sentence for each value that changes if tokens are evaluated in two parts, and one if a gradient does."""
+    """Yield sentences about the values and gradients that change if the tokens are evaluated in two parts."""
     unit = "token" if scope == "token" else "sequence"
     advice = f'a term depends on more than its {unit}; give the objective a wider scope than "{scope}"'
     for what, value, *of_parts in _values(whole, *parts):
@@ -194,7 +194,7 @@ def _not_additive(name: str, scope: Scope, whole: Result, parts: list[Result]) -
 
 
 def _values(*results: Result) -> Iterator[tuple[Any, ...]]:
-    """Yield (name in words, value in each result ...) for the loss and for each sum."""
+    """Yield, for the loss and for each sum, its name in words and then its value in each of ``results``."""
     yield "its loss", *(loss for loss, _, _ in results)
     for key in results[0][1]:
         yield f"the sum '{key}'", *(sums[key].double() for _, sums, _ in results)

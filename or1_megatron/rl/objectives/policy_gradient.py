@@ -65,7 +65,7 @@ class PolicyGradientLoss(ABC):
 
     @abstractmethod
     def surrogate(self, log_probs: Tensor, old: Tensor, tokens: TokenInputs) -> Surrogate:
-        """Return J. ``log_probs`` is log pi_theta [N]; ``old`` is the constant log pi_old [N]."""
+        """Return J, its ratio and its clips. ``log_probs``: log pi_theta [N]. ``old``: log pi_old [N], a constant."""
 
     @classmethod
     def contradictions(cls, algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -131,7 +131,7 @@ class PolicyGradientLoss(ABC):
 
 @torch.no_grad()
 def _ratio_sums(log_probs: Tensor, tokens: TokenInputs, own: Surrogate) -> dict[str, Tensor]:
-    """Return sums and maxima of rho, of its clips, and of the policy's distance from ``old_log_probs``."""
+    """Return sums and maxima of rho, the clips, and the distance of ``log_probs`` from ``tokens.old_log_probs``."""
     ratio, clipped = own.ratio.detach(), own.clipped
     above = ratio > 1.0
     difference = (log_probs - tokens.old_log_probs).abs()
@@ -151,8 +151,8 @@ def _ratio_sums(log_probs: Tensor, tokens: TokenInputs, own: Surrogate) -> dict[
 def old_is_the_policy(algorithm: AlgorithmConfig, stale: bool) -> bool:
     """Return whether rho's denominator is pi_k, the policy at the step's start, rather than the engines' policy.
 
-    The two differ in weights only where older weights sampled (``stale``). With ``stale`` samples and no correction,
-    rho's denominator is the engines' log-probs, as in PPO. With a correction, w = pi_k / pi_engine corrects for the
-    older weights, and rho = pi_theta / pi_k: the decoupled objective of Hilton et al. 2021, arXiv 2110.00641.
+    Both have the same weights unless older weights drew samples (``stale``). With ``stale`` samples and no correction,
+    rho's denominator is the engines' policy, as in PPO. With a correction, w = pi_k / pi_engine corrects for the older
+    weights, and rho = pi_theta / pi_k: the decoupled objective of Hilton et al. 2021, arXiv 2110.00641.
     """
     return not stale or algorithm.correction.mode != "off"

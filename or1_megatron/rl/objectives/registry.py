@@ -48,7 +48,7 @@ _KEYS: Final[Mapping[str, str]] = {
     "correction_floor": "correction.floor",
     "correction_level": "correction.level",
 }
-"""For each field that objectives share, the key below ``algorithm`` that sets it."""
+"""For each field that objectives share, the key below ``algorithm`` that sets the field."""
 _OF_THE_STEP: Final = ("entropy_coefficient", "temperature", "on_policy", "seed", "length_share")
 
 
@@ -123,7 +123,7 @@ def make_objective(
     """Return the objective of an SGD step, with the entropy coefficient ``alpha``.
 
     Args:
-        stale: the samples were drawn by older weights than the policy's (``old_is_the_policy``).
+        stale: weights older than the policy's drew the samples (``old_is_the_policy``).
         seed: for random choices of the objective.
         mean_length: counted tokens per response of the step's batch; None: the stage's ``max_response_tokens``.
 
@@ -148,7 +148,7 @@ def value_at(section: Any, key: str) -> Any:
 
 
 def objective_conflicts(algorithm: AlgorithmConfig, stage: StageConfig) -> Iterator[str]:
-    """Yield a sentence for each setting of ``algorithm`` that contradicts the objective. It says what to do."""
+    """Yield, for each setting of ``algorithm`` that contradicts the objective, a sentence that says what to do."""
     name = algorithm.objective.name
     try:
         kind = find(name)

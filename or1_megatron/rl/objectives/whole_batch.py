@@ -46,9 +46,9 @@ def update(policy: Learner, batch: Batch, objective: Objective, one_pass: bool) 
 def needs_scores(objective: Objective, one_pass: bool) -> bool:
     """Return whether the objective must be evaluated before the update.
 
-    It must if its scope is "batch", or if its scope is "sequence" and the output head is ``one_pass``. The one-pass
-    head forms the gradient tile by tile and never sees a whole sequence. The recompute head sees every sequence whole
-    in one micro-batch.
+    True if its scope is "batch", or if it is "sequence" and the output head is ``one_pass``. The one-pass head forms
+    the gradient tile by tile and never sees a whole sequence. The recompute head sees every sequence whole in one
+    micro-batch.
     """
     scope = scope_of(objective)
     return scope == "batch" or (scope == "sequence" and one_pass)
@@ -80,7 +80,7 @@ class Linearised(NamedTuple):
 
 
 def linearise(batch: Batch, objective: Objective, scores: TokenScores) -> Linearised:
-    """Return the objective linearised on the whole batch, evaluated in float64 with ``scores`` by the present weights.
+    """Return the objective linearised in float64 on the whole batch, at ``scores``, which the present weights gave.
 
     If the loss is not finite, all gradient constants are NaN, so that the update is skipped.
     """
@@ -119,7 +119,7 @@ def _locations(batch: Batch) -> list[_Location]:
 
 
 def inputs_of(samples: Sequence[Sample], like: Tensor) -> TokenInputs:
-    """Return an objective's inputs for the samples' counted tokens, end to end, with dtype and device of ``like``."""
+    """Return an objective's inputs for the counted tokens, sample after sample, with dtype and device of ``like``."""
 
     def column(name: str) -> Tensor | None:
         if getattr(samples[0], name) is None:

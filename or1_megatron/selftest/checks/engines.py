@@ -64,7 +64,7 @@ def sleep(context: Context) -> None:
 def run(
     context: Context, placement: str, ranks: int, engines: int, transports: list[str], sleep: bool = False
 ) -> dict[str, Any]:
-    """Start trainer ranks with engines, test handoffs (or with ``sleep``, sleeping), and return what they measure."""
+    """Run trainer ranks with engines, test handoffs (with ``sleep``: sleep and waking), and return what is measured."""
     model = random_qwen2(small_shape(context.machine.cuda), context.folder, torch.float32)
     add_tokenizer(model)
     config = handoff_config(model, placement, ranks, engines, context.machine.cuda)
@@ -91,7 +91,7 @@ class EngineRank:
         sender.send(self.version)
 
     def judge(self) -> float:
-        """Return the largest log-prob difference between engines and policy on the probe. Then let the engines serve.
+        """Compare log-probs of engines and policy on the probe, let engines serve, and return the largest difference.
 
         Raises:
             HandoffMismatch: the difference exceeds the probe's bound.
@@ -146,7 +146,7 @@ class EngineRank:
         }
 
     def _call_engines(self, call: Callable[[Any], None]) -> None:
-        """Make the call on rank 0, which has the engines, while the other ranks wait."""
+        """On rank 0, run ``call`` with the engines, while the other ranks wait."""
         if self.engines is not None:
             call(self.engines)
         dist.barrier(group=self.mesh.control)

@@ -53,8 +53,8 @@ DEFAULTS: Final[dict[str, Any]] = {"sequences": 24, "longest": 48, "seed": 1, "o
 
 
 def layouts(context: Context) -> None:
-    """Compare every parallel layout that the devices allow, on a random model. In bf16 on a GPU the model has
-    Transformer Engine's layers if it is installed, as in a run."""
+    """Compare every parallel layout that the devices allow, on a random model. In bf16 on a GPU, the model has
+    Transformer Engine's layers if this package is installed, as in a run."""
     machine = context.machine
     model = random_qwen2(small_shape(machine.cuda), context.folder, torch.float32)
     names = layouts_for(machine.cuda, machine.devices)
@@ -151,7 +151,7 @@ def one_rank(task: Mapping[str, Any], note: Callable[[Any], None]) -> None:
 
 
 def beyond(row: Mapping[str, Any], dtype: str) -> Iterator[str]:
-    """Yield a sentence for each difference of a layout's record that exceeds its bound, with the worst tensor."""
+    """Yield a sentence for each difference in a layout's record that exceeds its bound. It names the worst tensor."""
     difference = row["difference"]
     for kind, bound in bounds(row["rounding"], dtype).items():
         value = difference[kind]

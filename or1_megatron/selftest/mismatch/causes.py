@@ -85,7 +85,7 @@ CAUSES: Final[tuple[Callable[[Comparison], Found], ...]] = (
 
 
 def verdict(m: Comparison) -> list[str]:
-    """Return a sentence for each side that is at fault. If none is, return one sentence that begins with "noise"."""
+    """Return a sentence for each side that is at fault. If no side is, return one that begins with "noise"."""
     found: dict[str, str] = {}
     for cause in CAUSES:
         for side, sentence in cause(m):

@@ -60,8 +60,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Difference:
-    """How log-probs of ``side`` differ from the reference's. Over the N tokens of all sequences, ``values`` [N] are
-    log-probs minus the reference's, ``noise`` [N] the model's noise, and ``places`` [N] positions."""
+    """How log-probs of ``side`` differ from the reference's, for each of the N tokens of all sequences. ``values`` [N]:
+    log-probs minus the reference's; ``noise`` [N]: the model's noise; ``places`` [N]: the tokens' positions."""
 
     side: str
     name: str
@@ -94,8 +94,8 @@ class Comparison:
     strayed: str
     """Names the engine's first module whose output differs from the reference's, and how much it differs."""
     head: tuple[float, float, float]
-    """Compares the engine's logits with fp32 products of its last hidden states and the head's weight: (factor,
-    relative error, share of the logits that bf16 can express)."""
+    """Compares the engine's logits with fp32 products of its last hidden states and the head's weight: (factor
+    between them, relative error that remains, share of the logits that bf16 can express)."""
 
     def __init__(self, inputs: Inputs, handle: Any, mesh: Mesh, parallel: ParallelConfig) -> None:
         """``handle``: an ``EngineActor`` of one device, which has loaded the oldest folder."""
@@ -143,8 +143,8 @@ class Comparison:
         return [(*one[:2], own) for one, own in zip(sequences, scores, strict=True)]
 
     def as_prompt(self, end: int, tokens: slice) -> Scored:
-        """Have the engine score the long prompt up to ``end`` at temperature 1; return the scores of ``tokens``. The
-        engine scores the last token on top of its prefix cache, all other tokens without the cache."""
+        """Score the long prompt up to ``end`` with the engine at temperature 1; return the log-probs of ``tokens``. The
+        engine uses its prefix cache to score the last token, but not to score the other tokens."""
         own = self.control.score_prompts([self.long[:end]])[0][0]
         return self.long[: tokens.start], self.long[tokens], own[tokens.start - 1 : tokens.stop - 1]
 
@@ -195,7 +195,7 @@ class Comparison:
 
     @torch.no_grad()
     def layers(self, mine: Mapping[str, Any], names: Sequence[str]) -> tuple[str, tuple[float, float, float]]:
-        """Return the attributes ``strayed`` and ``head``. ``mine``: outputs of the engine's modules (long prompt)."""
+        """Return values for ``strayed`` and ``head``. ``mine``: outputs of the engine's modules for the long prompt."""
         both = self.reference, self.rounded
         right, rounded = (outputs(each, partial(logits_of, each, self.long[:1], self.long[1:]), names) for each in both)
         strayed = hidden = ""

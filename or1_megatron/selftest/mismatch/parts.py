@@ -22,7 +22,7 @@ _EQUAL = 1e-6
 
 
 def wrong_weights(held: Iterable[tuple[str, Tensor | None]], folders: Mapping[int, Path], right: int) -> Iterator[str]:
-    """Yield a phrase for each tensor that is not of version ``right``. ``folders``: HF folders, by version."""
+    """Yield a phrase for each tensor in ``held`` not of version ``right``. ``folders``: HF folders, by version."""
     files = {version: _opened(folder) for version, folder in folders.items()}
     for name, tensor in held:
         if tensor is None or name not in files[right]:  # experts may be stored in one tensor

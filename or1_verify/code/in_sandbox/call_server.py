@@ -4,8 +4,8 @@ It reads lines from standard input: a fresh nonce, then a JSON object. The first
 starter, fork}, which is answered when the submission has been loaded. Then calls come one at a time. An answer must
 repeat the nonce of its call, so text that was written before the call cannot answer it.
 
-The submission can do anything in this process, and also write to the channel of answers. But the submission can only
-give results of its own calls there: this process does not know the expected results.
+The submission can do anything in this process, and can also write answers itself. But it gains nothing by this,
+because this process does not know the expected results.
 
 Operations: ``call`` (function or method, with encoded arguments), and ``attribute``, ``length`` and ``items`` of an
 object that a call returned and that is not data (the object stays here under a number). With ``fork`` each call runs

@@ -2,7 +2,7 @@
 
 The test program sees stand-ins for the submission's functions. A call of a stand-in is written to standard output. The
 answer comes on standard input as plain data and is decoded into exact built-in types. So no code of the submission runs
-in this process, and none, such as an ``__eq__``, takes part in a comparison.
+in this process, not even an ``__eq__`` in a comparison.
 
 Lines in: the set-up {prefix, program, stand_ins}, then answers. Lines out: {"ask": operation}, and at the end
 {"passed": true}, or {"failed": words, "at": the line of the test program}.
@@ -80,9 +80,9 @@ class Channel:
         return self.decode(answer["value"])
 
     def restore(self, argument: Any, state: Any) -> None:
-        """Change an argument of a call as the call changed the submission's copy of it, except within an assert.
+        """Give a call's argument the state that the submission's copy has after the call, except within an assert.
 
-        In ``assert f(x) == expected(x)`` a submission could otherwise change what its result is compared with.
+        In ``assert f(x) == expected(x)``, a submission that changes x could otherwise change ``expected(x)``.
         """
         if state is None or self.in_assert:
             return
@@ -174,7 +174,7 @@ def run(setup: dict[str, Any]) -> None:
 
 
 def failing_line(error: BaseException, lines: list[str]) -> str:
-    """Return the text of the last line of the test program that an exception passed through."""
+    """Return the text of the test program's innermost line in the traceback of ``error``; "" if there is none."""
     number, traceback = 0, error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == "test_program.py":

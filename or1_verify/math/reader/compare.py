@@ -82,7 +82,7 @@ def compare(gold: Reading, answer: Reading) -> bool:
 
 
 def _same_restated(gold: Reading, answer: Reading) -> bool:
-    """Compare a value in two notations: both notations of an answer must be right, one notation of a gold is enough."""
+    """Compare a value in two notations: an answer must be right in both, but may agree with only one of the gold's."""
     if isinstance(answer, Restated):
         return all(compare(gold, way) for way in answer.ways)
     assert isinstance(gold, Restated)
@@ -444,7 +444,7 @@ def _joined_alike(gold: Several, answer: Several) -> bool:
 
 
 def _name_variables(names: dict[str, Reading] | None) -> bool:
-    """Return whether several different variables are named. x_1 and x_2 count as one variable."""
+    """Return whether ``names`` has several names, all of different variables. x_1 and x_2 are one variable."""
     return bool(names) and len({name.partition("_")[0] for name in names or ()}) == len(names or ()) > 1
 
 
@@ -504,4 +504,4 @@ _SPREAD_RULES: _Rules = (
     (Ratio, _same_ratio),
     (Several, _same_several),
 )
-"""``compare`` tries _WHOLE_RULES, then (after ``spread``) _SPREAD_RULES. The first rule for either type decides."""
+"""``compare`` tries _WHOLE_RULES, then (after ``spread``) _SPREAD_RULES. The first rule for a side's type decides."""

@@ -47,7 +47,7 @@ def with_conditions(value: Reading, conditions: Sequence[Reading]) -> Reading:
 
 
 def _ranged(value: Reading, letter: str) -> Reading | None:
-    """Return a range of the letter as a condition on it, an interval as ``letter \\in ...``; None for other values."""
+    """Return a range of the letter as a condition: an interval becomes ``letter \\in ...``. None for other values."""
     spans = None if isinstance(value, SetBuilder) else covered(value)
     if spans is None or names_of(value):
         return value if spans is not None and names_of(value) == {letter} else None
@@ -63,7 +63,7 @@ def number_set(condition: Reading) -> NumberSet | None:
 
 
 def said(reading: Reading, other: Reading) -> Said:
-    """Return a reading's conditions by their letters. A bound on a letter replaces "integer" or "real"."""
+    """Return a reading's conditions by their letters. A bound on a letter replaces the letter's number set Z or R."""
     by_names: dict[frozenset[str], list[Reading]] = {}
     for condition in reading.conditions if isinstance(reading, Conditional) else ():
         by_names.setdefault(names_of(condition), []).append(condition)
@@ -116,7 +116,7 @@ def _is_order(value: Reading) -> bool:
 
 
 def _narrows(names: frozenset[str], stated: Sequence[Reading], values: tuple[Reading, Reading]) -> bool:
-    r"""Return whether a condition in the answer alone restricts the answer: ``x = 0``, a bound on k in ``k\pi``."""
+    r"""Return whether a condition that the gold lacks restricts the answer: ``x = 0``, a bound on k in ``k\pi``."""
     head, tree = _formula(values[1])
     if tree is not None and not names <= {head, *symbols(tree)}:
         return True  # 9 for n = 3

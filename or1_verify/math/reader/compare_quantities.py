@@ -24,8 +24,8 @@ def is_worked_out(gold: Node, answer: Node) -> bool:
     """Return whether the answer is worked out as far as the gold.
 
     If the gold is a plain number, the answer must be a plain number. Otherwise the answer must have the gold's letters.
-    If it has a function of constants, the gold must have a function of the same family: sin 15° does not answer "What
-    is sin 15°?".
+    If the answer applies a function to constants, the gold must have a function of the same family: sin 15° does not
+    answer "What is sin 15°?".
     """
     if is_numeral(gold):
         return is_numeral(answer)

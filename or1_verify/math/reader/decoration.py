@@ -1,4 +1,4 @@
-r"""Removes text around an answer that has no meaning: sizes, environments of one row, remarks, frames of a sentence.
+r"""Removes what has no meaning around an answer: environments of one row, leading arrows, proof signs, emphasis.
 
 It also marks the words of languages that write no spaces, and turns typed operators (``x**2``, ``C(n, 2)``) into LaTeX.
 """

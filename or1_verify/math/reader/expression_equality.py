@@ -159,7 +159,7 @@ _CHECKED_POINTS = 200
 
 
 def _same_on_integers(left: Node, right: Node, names: list[str]) -> bool:
-    """Return whether both agree at small and random integers, and at multiples and powers of the numbers in them."""
+    """Return whether both agree at small and random integers, and at multiples and powers of their numerals."""
     seen = 0
     with mpmath.workdps(60):
         for values in _integer_points(names, left, right):

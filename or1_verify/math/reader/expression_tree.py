@@ -34,7 +34,7 @@ class Node:
             pending += node.args
 
     def replaced(self, by: Callable[[Node], Node | None]) -> Node:
-        """Replace each node by ``by(node)``. If that is None, keep the node and replace within its arguments."""
+        """Replace each node by ``by(node)``. If the result is None, keep the node and replace within its arguments."""
         other = by(self)
         return other or Node(self.op, tuple(node.replaced(by) for node in self.args), self.number, self.name)
 

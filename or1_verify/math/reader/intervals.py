@@ -62,12 +62,12 @@ def covered(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def conditioned(built: SetBuilder) -> tuple[Interval, ...] | None:
-    """Return the intervals that a set's condition allows, in any domain; None if it does not bound the variable."""
+    """Return the intervals that a set's condition allows, whatever its domain; None if the variable is not bounded."""
     return covered(built.condition) if built.variable in names_of(built.condition) else None
 
 
 def members(built: SetBuilder) -> Several | None:
-    """Return a finite set of integers by its members: -1, 0, 1 for ``\\{x \\in Z : -1 <= x <= 1\\}``, else None."""
+    """Return the members of a finite set of integers: -1, 0, 1 for ``\\{x \\in Z : -1 <= x <= 1\\}``; else None."""
     spans = conditioned(built)
     if built.domain not in ("Z", "N", "Z+") or spans is None:
         return None
@@ -102,7 +102,7 @@ def counted_on(reading: Reading) -> tuple[Interval, ...] | None:
 
 
 def of_integers(spans: tuple[Interval, ...]) -> tuple[Interval, ...]:
-    """Return the intervals for integers, with closed integer ends: ``n > 2`` begins at 3. Ends with letters stay."""
+    """Return an integer variable's spans with closed integer ends: ``n > 2`` begins at 3. Ends with letters stay."""
     return tuple(
         Interval(low, high, low_closed, high_closed)
         for span in spans
@@ -224,7 +224,7 @@ def _excluded_value(relation: Relation) -> Reading | None:
 
 
 def _where_all_hold(relations: list[Relation]) -> tuple[Interval, ...] | None:
-    """Return where all inequalities of one variable hold (``x > -3, x \\ne -1``); None if they hold nowhere."""
+    """Return where all ``relations`` of one variable hold (``x > -3, x \\ne -1``); None if they hold nowhere."""
     if len(frozenset().union(*map(names_of, relations))) != 1:
         return None
     return _combined([*map(_inequality, relations)], lambda line, sets: line.intersection(*sets)) or None

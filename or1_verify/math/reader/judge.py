@@ -96,7 +96,7 @@ def _judge_readings(gold: str, answer: str, rounding: bool) -> Judgement:
 
 
 def _bare_units(gold: str, answer: str) -> Judgement | None:
-    """Judge with the last letters of the answer, m in ``7 m``, read as a unit. None unless the gold has a unit."""
+    """Judge with the answer's last letters, m in ``7 m``, read as a unit. Return None unless the gold has a unit."""
     try:
         expected = _reading(gold, True)
         if not isinstance(expected, Quantity) or expected.unit is None:
@@ -128,7 +128,7 @@ def _comma_readings(text: str) -> tuple[bool, ...]:
 
 
 def _gold_readings(gold: str) -> tuple[bool, ...]:
-    """Return the ways to read a gold's commas, as ``_comma_readings``; a gold of only ``1,234`` is one number."""
+    """Return ``_comma_readings(gold)``, but only (True,) if the gold is nothing but ``1,234`` or is in dollars."""
     alone = re.fullmatch(r"[\s$]*\d{1,3}(?:,\d{3})+[\s$]*", gold) or r"\$" in gold
     return (True,) if alone else _comma_readings(gold)
 

@@ -11,7 +11,7 @@ _CALL = re.compile(r"([A-Za-z]\w*(?:\^-1)?)('*)\(([a-z](?:,[a-z])*)\)")
 
 
 def same_name(gold: str, answer: str) -> bool:
-    """Return whether two names are the same: ``\\angle A`` and ``A``, or the function ``f(x)``, ``f`` and ``y``."""
+    """Return whether two names are the same, as ``\\angle A`` and ``A``, ``f(x)`` and ``f``, ``f(x)`` and ``y``."""
     names = _bare(gold), _bare(answer)
     for name, other in (names, names[::-1]):
         if (call := _CALL.fullmatch(name)) and not _CALL.fullmatch(other):
@@ -24,7 +24,7 @@ def _bare(text: str) -> str:
 
 
 def assignments(group: Several) -> dict[str, Reading] | None:
-    """Return values by name, if all items are ``name = value`` or ``name \\approx value``, each name once, or None."""
+    """Return values by name. None unless all items are ``name = value`` or ``name \\approx value``, each name once."""
     named: dict[str, Reading] = {}
     for item in group.items:
         if not (isinstance(item, Relation) and item.operators in (("=",), ("~",)) and item.heads[0]):

@@ -1,4 +1,4 @@
-r"""Normalizes LaTeX and Unicode, so that what can be written in many ways has one spelling; splits it into tokens.
+r"""Normalizes LaTeX and Unicode, so that all ways to write a thing become one spelling; splits text into tokens.
 
 ``clean`` removes only what carries no meaning: styles, spacing, dollar signs, ``\left``. A sign inside a text macro
 stays a sign. Words inside text macros are put between « and », so that the unit of ``5 \text{ cm}`` is not taken for
@@ -19,7 +19,7 @@ from or1_verify.math.reader.words import KNOWN_WORDS, SPOKEN, WORDS
 
 
 class Unreadable(Or1Error):
-    """A text is in no known notation, which says nothing about whether the answer is right."""
+    """A text is in no known notation. Whether the answer is right is then unknown."""
 
 
 _LATEX = WORDS["latex"]
@@ -168,7 +168,7 @@ _PHRASES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
         _of_all,
     ),
 )
-"""(Pattern, replacement) of phrases and signs that say the same, in the order in which ``clean`` applies them."""
+"""(Pattern, replacement) pairs that give phrases and signs one spelling, in the order that ``clean`` applies them."""
 
 
 def _ungrouped(match: re.Match[str], commas_group: bool) -> str:

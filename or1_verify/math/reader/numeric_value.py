@@ -1,4 +1,4 @@
-r"""Works out an expression's value at a point: exactly if arithmetic gives a rational number, else to some digits.
+r"""Works out an expression's value at a point: exactly if arithmetic gives a rational number, else rounded.
 
 Exact values may be large (up to 200,000 bits), so ``2^{1000}`` and ``2^{1000}-1`` differ.
 """
@@ -24,7 +24,7 @@ _MAX_EXPONENT = 4096.0
 
 
 class TooLarge(Or1Error):
-    """A value has more digits than we compute, or an operation that we never compute, such as a sum over k or a gcd."""
+    """A value has too many digits, or needs an operation that we never compute, such as a sum over k or a gcd."""
 
 
 class Undefined(Or1Error):
@@ -33,7 +33,7 @@ class Undefined(Or1Error):
 
 @lru_cache(maxsize=4096)
 def rational(tree: Node) -> Fraction | None:
-    """Return an expression's exact value; None if arithmetic alone gives no rational number, or a huge one."""
+    """Return an expression's exact value; None if arithmetic alone gives no rational number or the value is huge."""
     try:
         return _rational(tree)
     except (ZeroDivisionError, TooLarge):

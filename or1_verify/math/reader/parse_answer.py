@@ -178,7 +178,7 @@ def _is_among(item: Reading, others: Sequence[Reading]) -> bool:
 
 
 def _has_solutions(parts: list[list[Token]]) -> bool:
-    """Return whether the parts are several solutions: equations of several names, some of them more than once."""
+    """Return whether the parts are several solutions: equations for several names, with a name that recurs."""
     names = [spelling(split(part, lambda token: token.text == "=")[0][0]) for part in parts]
     given = all(any(token.text == "=" for token in part) for part in parts)
     return given and 1 < len(set(names)) < len(names)

@@ -1,8 +1,8 @@
 r"""Parses tokens into an expression tree: the LaTeX of school and competition mathematics, without any guessing.
 
 Conventions where LaTeX leaves a choice: ``x^10`` is a tenth power (typed by hand); ``1/2x`` is ``(1/2)x``;
-``\sin 2x \cos x`` is ``\sin(2x) \cos(x)``; ``2\frac13`` and ``2 1/3`` are mixed numbers; two numbers side by side are
-otherwise unreadable; ``f(x)`` is a value of an unknown function for f, g, F and G, and a product for other letters.
+``\sin 2x \cos x`` is ``\sin(2x) \cos(x)``; ``2\frac13`` and ``2 1/3`` are mixed numbers; other numbers side by side are
+unreadable; ``f(x)``, also with g, F or G, is a value of an unknown function, but ``a(x)`` is a product.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ class _Parser:
         return Node("binom" if letter == "C" else "perm", (parts["_"], parts["^"]))
 
     def scripts[T](self, read: Callable[[], T]) -> dict[str, T]:
-        """Read a subscript (key "_") and a superscript (key "^"), in either order, each by ``read``."""
+        """Read a subscript (key "_") and a superscript (key "^"), in either order; call ``read`` for each."""
         parts: dict[str, T] = {}
         while (token := self.peek()) and token.text in ("_", "^") and token.text not in parts:
             self.at += 1

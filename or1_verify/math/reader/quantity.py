@@ -192,7 +192,7 @@ def _written_power(items: list[Token], at: int) -> tuple[int, int]:
 
 
 def read_compound(items: list[Token]) -> Quantity | None:
-    """Read ``2 hours 30 minutes``, with or without "and". Return None unless the units have one dimension."""
+    """Read ``2 hours 30 minutes``, with or without "and". Return None unless the units measure the same dimension."""
     items = [token for token in items if token.text != "and"]
     if len(items) < 4 or len(items) % 2:
         return None

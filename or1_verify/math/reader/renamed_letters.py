@@ -32,7 +32,7 @@ def renaming(gold: str, answer: str) -> Callable[[list[Token]], list[Token]] | N
 
 
 def _declared(pattern: str, gold: str, answer: str) -> tuple[str, str] | None:
-    """Return the letters (in gold, in answer) that ``pattern`` finds declared; None unless each text has just one."""
+    """Return the letters (in gold, in answer) that ``pattern`` finds; None unless it finds one letter in each text."""
     names = [set(re.findall(pattern, text)) for text in (gold, answer)]
     return (names[0].pop(), names[1].pop()) if len(names[0]) == len(names[1]) == 1 else None
 

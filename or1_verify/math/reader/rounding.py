@@ -1,8 +1,8 @@
 """Implements ``verify.math.rounding``: an exact answer is right if it rounds to the digits of a decimal gold.
 
-A decimal answer is not exact, so 85.7 and 85.714 stay wrong for the gold 85.71: they were rounded to other digits. A
-rational answer must be a finished number. An irrational one may have roots, pi and e, but no logarithm or sine, because
-the question may ask to work that out.
+A decimal answer is not exact, so 85.7 and 85.714 stay wrong for the gold 85.71: they show fewer or more digits. A
+rational answer must be a finished number. An irrational answer may have roots, pi and e, but no logarithm or sine,
+because the question may ask for the value of a logarithm or sine.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def _branch(tree: Node, upper: bool) -> Node:
 
 
 def same_links(gold: Reading, answer: Reading) -> bool:
-    r"""Return whether both pair the signs alike (``x = \pm 1, y = \mp 2``) and name points alike (``(x, y) = ...``)."""
+    r"""Return whether both sides pair the signs (``x = \pm 1, y = \mp 2``) and name points (``(x, y) = ...``) alike."""
     signs = _signs(gold), _signs(answer)
     if all(signs) and signs[0].keys() == signs[1].keys():
         swapped = {name: {"pm": "mp", "mp": "pm"}.get(sign, sign) for name, sign in signs[1].items()}
@@ -80,7 +80,7 @@ def _point_names(reading: Reading) -> tuple[str, ...]:
 
 
 def _signed_points(point: Several) -> Several | None:
-    r"""Return the four points of ``(\pm a, \pm b)``, the two of ``(\pm a, \mp b)``; None for no or over 4 signs."""
+    r"""Return the 4 points of ``(\pm a, \pm b)`` or the 2 of ``(\pm a, \mp b)``; None for 0 signs or more than 4."""
     signs = [operations(item.tree) & {"pm", "mp"} if isinstance(item, Quantity) else set() for item in point.items]
     if not any(signs) or sum(map(bool, signs)) > _MAX_SIGNS:
         return None

@@ -1,7 +1,7 @@
 r"""Compares families of values over the integers: ``x = \pi/4 + k\pi``, ``x = 2k\pi \pm \pi/3``, ``n = 3m - 2``.
 
-Two families are the same if they have the same members around 0, no matter which member k = 0 gives and how many
-formulas each has: ``x = \pi/6 + 2k\pi`` or ``x = 5\pi/6 + 2k\pi`` is ``x = (-1)^k \pi/6 + k\pi``.
+Two families are the same if they have the same members around 0. How many formulas a family has, and which member
+k = 0 gives, does not count: ``x = \pi/6 + 2k\pi`` or ``x = 5\pi/6 + 2k\pi`` is ``x = (-1)^k \pi/6 + k\pi``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def same_family(gold: Reading, answer: Reading, parameter: str) -> bool:
 
 
 def _family(value: Reading, parameter: str) -> _Family | None:
-    """Return the family if a reading is formulas in ``parameter`` for one unknown; None for any other reading."""
+    """Return the family that a reading's formulas in ``parameter`` give for one unknown; None for any other reading."""
     spreaded = spread(value)
     parts = spreaded.items if isinstance(spreaded, Several) and spreaded.brackets == "" else (spreaded,)
     heads: set[str] = set()

@@ -74,7 +74,7 @@ def times(gold: str, answer: str, _: SameValue) -> bool | None:
 
 
 def _is_clock(match: re.Match[str]) -> bool:
-    """Return whether ``10:30`` cannot be a ratio: 10 and 30 have a common factor, or the minutes begin with 0."""
+    """Return whether ``10:30`` is no ratio, because 10 and 30 have a common factor or the minutes begin with 0."""
     if match[2] is None or int(match[1]) > 24:
         return False
     return match[2].startswith("0") or math.gcd(int(match[1]), int(match[2])) > 1

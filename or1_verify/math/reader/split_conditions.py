@@ -1,7 +1,7 @@
 r"""Splits an answer from the conditions on its letters: ``k \in \mathbb{Z}``, "where n is ...", "with domain [0, 1]".
 
-Each becomes a condition ``letter \in ...`` with a number set, an interval, or words that no rule knows. So two answers
-that say different things about a letter are told apart. Inequalities stay in the answer, behind a comma.
+Each phrase becomes a condition ``letter \in ...`` with a number set, an interval, or words that no rule knows, so two
+answers that say different things about a letter differ. Inequalities stay in the answer, behind a comma.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-r"""Writes vectors and derivatives of gold and answer in one notation, found from both texts: one alone is ambiguous."""
+r"""Writes vectors and derivatives of gold and answer in one notation; one text alone does not show what is meant."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _marked(text: str, names: set[str]) -> str:
 
 
 def _derivatives(gold: str, answer: str) -> tuple[str, str]:
-    r"""Write ``\frac{dy}{dx}`` as ``y'`` if only the other text has primes, and it has no t (no x for ``dy/dt``)."""
+    r"""Write ``\frac{dy}{dx}`` as ``y'`` if only the other text has primes, and that text has no t (no x for dy/dt)."""
     if _PRIME.search(gold) and not _PRIME.search(answer):
         return gold, _primed(answer, gold)
     if _PRIME.search(answer) and not _PRIME.search(gold):
