@@ -80,8 +80,8 @@ class StageConfig(Section):
     """gs, M: responses per prompt, which form a group; an advantage compares the responses of one group. Unit:
     responses. Recipe: 16, 32 or 64 (docs/recipe.md, section 4)."""
     reuse: Positive = 1
-    """N_reuse: passes over a step's data. N_SGD = D_R / D_T * reuse SGD steps per rollout step. Unit: passes. Recipe: 1
-    in every released model (docs/recipe.md, section 4)."""
+    """N_reuse: passes over a step's data. A rollout step has N_SGD SGD steps: D_R / D_T times ``reuse``. Unit: passes.
+    Recipe: 1 in every released model (docs/recipe.md, section 4)."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature of the rollouts; log-probs and entropies use it too. Unit: none. Recipe: 1.0 in every
     released model (docs/recipe.md, section 4); ablation 4 compares 0.6."""

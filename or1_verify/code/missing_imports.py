@@ -22,7 +22,7 @@ MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
     "functools", "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""Modules whose names are provided; if two have the same name, the later's. A module's name means the module itself."""
+"""Modules whose names are provided; of two with the same name, the later one. A module's name means the module."""
 
 
 @cache

@@ -54,7 +54,7 @@ def test_life_of_a_run(small_config: Callable[[Path], Path], train: Callable[...
 
 
 def check_folder(run: Path) -> None:
-    """Expect each step once, no time counted twice, a summary, rollouts, checkpoints, a model that transformers loads."""
+    """Expect each step once, no time twice, a summary, rollouts, checkpoints, a model that transformers loads."""
     rows = read_rows(run / "metrics.jsonl")
     steps = [row for row in rows if "reward/mean" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
