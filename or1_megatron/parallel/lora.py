@@ -65,7 +65,7 @@ class Adapter(torch.nn.Module):
         copied.sequence_parallel = linear.config.sequence_parallel
 
     def by_part(self, b: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Return rows of B [out, r] as [rows, n * r]: r columns per HF tensor, zero for all but the row's own tensor."""
+        """Return rows of B [out, r] as [rows, n * r]: r columns per HF tensor, zero but for the row's own tensor."""
         return b[rows] if self._alone else (self._mask.to(b)[rows, :, None] * b[rows, None]).flatten(1)
 
     def add_to(self, linear: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
