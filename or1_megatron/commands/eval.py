@@ -43,7 +43,7 @@ def evaluate(
         typer.Option(help="Responses, results, picture; the same command resumes it."),
     ] = None,
     k: Annotated[
-        int | None, typer.Option(min=1, help="Samples per problem; the report's for its sets, else 1.")
+        int | None, typer.Option(min=1, help="Samples per problem. Default: the paper's k for its benchmarks, else 1.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A file of configs/eval; else the paper's settings.")] = None,
     overrides: Annotated[

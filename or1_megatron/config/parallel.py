@@ -46,8 +46,8 @@ class ParallelConfig(Section):
     overlap_grad_reduce: bool = False
     """Reduce gradients bucket by bucket while the last micro-batch's backward pass still runs."""
     grad_bucket_size: Positive | None = None
-    """Size of a bucket, whose gradients are reduced together. Needs overlap_grad_reduce. Unset: Megatron's rule, 40
-    million or a million per data-parallel rank, whichever is more. Unit: parameters."""
+    """Size of a bucket, whose gradients are reduced together. Needs overlap_grad_reduce. Unset: Megatron's rule, the
+    larger of 40 million and (1 million times the number of data-parallel ranks). Unit: parameters."""
     offload: Literal["auto", "always", "never"] = "auto"
     """Move optimizer state to host memory and free gradients before engines wake; move parameters after the handoff.
     auto: only if engines use the trainer's GPUs (placement colocated)."""

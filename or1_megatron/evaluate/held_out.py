@@ -112,7 +112,7 @@ def summarise(groups: Sequence[Group], report: RolloutReport, wall_s: float, gre
 
 
 def _more(groups: Sequence[Group]) -> dict[str, float]:
-    """Return pass@k, best@k if some reward is neither 1 nor 0, and accuracies by data source if there are several."""
+    """Return pass@k; best@k if some reward is neither 1 nor 0; accuracies by source if there are several sources."""
     right = np.array([group.right for group in groups], np.float64)
     rewards = np.array([group.rewards for group in groups], np.float64)
     kinds = {"pass": right} if (rewards == right).all() else {"pass": right, "best": rewards}

@@ -256,9 +256,9 @@ def references(
     """Return, for each aggregation, (the reference's numbers, how far rounding alone moves transformers' numbers).
 
     For ``dtype`` float32 on a machine without GPU and with enough free memory, the reference is computed in float64,
-    and the deviation is measured in fp32. In all other cases the reference is computed in fp32, and the deviation is
-    measured in bf16. In these cases the deviation for ``dtype`` float32 is the measured deviation times 2^-16, the
-    ratio of fp32's rounding to bf16's. The function changes the dtype of ``network``.
+    and the deviation is measured in fp32. In all other cases the reference is computed in fp32, and the numbers'
+    change in bf16 is measured. It is the deviation for bfloat16. For float32 the deviation is this change times 2^-16,
+    the ratio of fp32's rounding to bf16's. The function changes the dtype of ``network``.
     """
     parameters = sum(parameter.numel() for parameter in network.parameters())
     exactly = dtype == "float32" and _FLOAT64_BYTES * parameters < host_memory().free and not torch.cuda.is_available()

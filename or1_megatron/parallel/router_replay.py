@@ -110,7 +110,7 @@ class _Replay:
         """Return (scores, ids) [t, k] of the experts that compute each token, from the router's ``scores`` [t, E].
 
         If only experts are recomputed, the backward pass calls this method again for each packed row. The layer may
-        have computed further rows by then, so rows wait in a queue: backward passes have the order of forward passes.
+        have computed further rows by then, so a queue keeps the rows. Backward passes run in the order of forward ones.
         """
         row = self._row
         assert row is not None

@@ -67,7 +67,7 @@ def score(
 def check_mismatch(
     policy: Policy, kept: Sequence[AdvantagedGroup], stage: StageConfig, layout: BatchLayout, version: int, limit: float
 ) -> None:
-    """Compare log-probs of policy and engines on up to JUDGED responses that weights ``version`` sampled wholly.
+    """Compare log-probs of policy and engines; at most JUDGED responses, all whose tokens are of weights ``version``.
 
     Raises:
         MismatchTooLarge: the mean |engine - policy| log-prob, in nats, is above ``limit`` or not finite.

@@ -1,4 +1,4 @@
-"""Atomic file writes, whole appends, and an error for a full disk that names the file."""
+"""Atomic file writes, appends of whole lines, and, for a full disk, an error that names the file."""
 
 from __future__ import annotations
 

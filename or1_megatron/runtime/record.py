@@ -91,7 +91,7 @@ class RunRecord:
         alarms.close()
 
     def close(self) -> None:
-        """Wait until all is on disk and close all files and trackers. An error is raised once all are closed."""
+        """Wait until all is on disk; close all files and trackers, and only then raise an error of one of them."""
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.callback(tracker.close)

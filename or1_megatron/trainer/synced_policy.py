@@ -124,11 +124,11 @@ def _profiled(send: Verb, config: Config, rank: int) -> Verb:
 class SyncedPolicy:
     """Implements ``interfaces.Policy``: calls all ranks, hands off weights, probes, and tracks who has the shared GPUs.
 
-    state     on the GPUs                                     next (``TRANSITIONS``)
-    trainer   all of the trainer's state; engines sleep       handoff, neither
-    handoff   the trainer's parameters, the engines' weights  engines, neither
-    engines   the engines; the trainer's state is on the host trainer, neither
-    neither   nothing: a lost engine was replaced             trainer, handoff
+    state     on the GPUs                                     next state (``TRANSITIONS``)
+    trainer   all of the trainer's state; engines sleep       handoff or neither
+    handoff   the trainer's parameters, the engines' weights  engines or neither
+    engines   the engines; the trainer's state: on the host   trainer or neither
+    neither   nothing: a lost engine was replaced             trainer or handoff
 
     A rollout step goes from engines to trainer, handoff and engines again. Where no engine sleeps (CPU, placement
     ``separate``) and the trainer does not offload, the states change in the same way, but nothing is moved.
