@@ -50,6 +50,7 @@ try:  # had the signal gone to the whole group, nobody would answer
 except BrokenPipeError:
     answer = ""
 open(f"{folder}/{rank}.heard", "w").write(f"{heard} helper={answer}")
+os._exit(0)  # else Python may print that the helper's pipe is broken
 """
 
 DRIVER = """
