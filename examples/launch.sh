@@ -90,9 +90,6 @@ if ((NNODES > 1)); then
   arguments+=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
 fi
 
-# It saves and stops when it is told to, and starts the ranks again after what can be mended.
-or1 train "${arguments[@]}" &
-launcher=$!
 stopped=""
 pass_on() {
   stopped=$1
@@ -100,6 +97,10 @@ pass_on() {
 }
 trap 'pass_on TERM' TERM INT HUP
 trap 'pass_on USR1' USR1
+# It saves and stops when it is told to, and starts the ranks again after what can be mended.
+or1 train "${arguments[@]}" &
+launcher=$!
+[[ -z $stopped ]] || pass_on "$stopped" # a signal that came before
 status=0
 while :; do # wait returns early when a trapped signal comes
   wait "$launcher" && status=0 || status=$?

@@ -28,7 +28,7 @@ from or1_verify.types import VerdictStatus
 
 _PACKAGE_PARENT = Path(__file__).resolve().parent.parent
 _START_TIMEOUT_S = 120.0
-_GRACE_S = 1.0
+_GRACE_S = 4.0
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 

@@ -92,7 +92,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """
     if hasattr(session.config, "workerinput"):
         return
-    deadline = time.monotonic() + 120.0  # Ray's daemons take some seconds to go after ray.shutdown()
+    deadline = time.monotonic() + 300.0  # Ray's daemons take some seconds to go after ray.shutdown()
     while (left := _left_behind()) and time.monotonic() < deadline:
         time.sleep(0.2)
     session.config.stash[_report] = [_described(process) for process in left]

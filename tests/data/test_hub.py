@@ -132,6 +132,7 @@ REPOSITORIES = {
 
 def read(endpoint: str, home: Path, how: str, **more: str) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= dict.fromkeys(("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"), "300")
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"}
     done = subprocess.run(
         [sys.executable, "-c", READ, how], env={**environment, **more}, capture_output=True, text=True, check=False

@@ -79,7 +79,7 @@ def problems(tmp_path: Path) -> Path:
 
 
 def settings(**changes: Any) -> EvaluationSettings:
-    fields = {"max_response_tokens": 64, "concurrent": 1, "tries": 1, "verify": {"workers": 1}}
+    fields = {"max_response_tokens": 64, "concurrent": 1, "tries": 1, "verify": {"workers": 1, "timeout_s": PATIENCE_S}}
     return EvaluationSettings.model_validate({**fields, **changes})
 
 
@@ -289,7 +289,7 @@ def test_the_verifiers_are_those_of_the_settings(
 ) -> None:
     """``--set`` chooses the judge, and an ability of one's own has its verifier: here everything is right."""
     judge = load_as(EvaluationSettings, None, ["verify.math.judge=math_verify"]).verify.math.judge
-    config = settings(verify={"workers": 1, "math": {"judge": judge}}).verify
+    config = settings(verify={"workers": 1, "math": {"judge": judge}, "timeout_s": PATIENCE_S}).verify
     with closing(build_verifiers(config, {"math"})["math"]) as verifier:  # ours gives a truncated response nothing
         assert verifier.verify(load_problems(problems)[1], "\\boxed{2}", truncated=True).status == "right"
     (tmp_path / "my_verifiers.py").write_text(

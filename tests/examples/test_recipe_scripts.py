@@ -37,6 +37,7 @@ TINY = {
     "evaluate.every_steps": "0",
     "optimizer.lr": "1e-4",
     "track.console": "plain",
+    "cluster.check_memory": "false",
     "checkpoint.signal_grace_s": "800",
 }
 STAGE = {"steps": 1, "max_response_tokens": 24, "prompts_per_step": 4, "prompts_per_update": 2, "group_size": 4}
@@ -76,7 +77,7 @@ def overrides(script: str) -> list[str]:
 
 
 def run(
-    script: str, environment: dict[str, str], *more: str, timeout_s: float = PATIENCE_S
+    script: str, environment: dict[str, str], *more: str, timeout_s: float = 800.0
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(ROOT / script), *overrides(script), *more],
@@ -141,7 +142,7 @@ def test_two_hosts_lose_the_network_and_a_rank(place: dict[str, str], tmp_path: 
     """The network drops for 20 s, then rank 1 is killed: both ranks start again by themselves; no step is lost."""
     script = "examples/or1_math_7b/stage_1.sh"
     stage = tmp_path / "or1_math_7b/stage_1"
-    more = ["--set", "stages.0.steps=8", "--set", "checkpoint.every_steps=1", "--set", "cluster.heartbeat_s=6"]
+    more = ["--set", "stages.0.steps=12", "--set", "checkpoint.every_steps=1", "--set", "cluster.heartbeat_s=6"]
     more += ["--set", "checkpoint.keep_best=false"]
     with Hosts(2) as hosts:
         common = {**place, "NNODES": "2", "MASTER_ADDR": hosts.address(0), "RUNS": str(tmp_path)}
@@ -166,15 +167,14 @@ def test_two_hosts_lose_the_network_and_a_rank(place: dict[str, str], tmp_path: 
         codes = [node.wait(PATIENCE_S) for node in nodes]
     assert codes == [0, 0], [path.read_text()[-3000:] for path in said]
     assert json.loads((stage / "summary.json").read_text())["finished"]
-    assert sorted(read_steps(stage / "metrics.jsonl")) == list(range(9))
+    assert sorted(read_steps(stage / "metrics.jsonl")) == list(range(13))
     faults = [json.loads(line) for line in (stage / "faults.jsonl").read_text().splitlines()]
     *earlier, last = [fault["why"] for fault in faults if fault["kind"] == "restart"]
     assert "rank 1" in last and "was killed by SIGKILL" in last
     # Ray may take an engine for dead while the network is away; it is replaced, unless a handoff has just begun.
     assert len(earlier) <= 1 and all("engine" in why and "SendError" in why for why in earlier), faults
-    assert re.search(r"resumed from the checkpoint of step [234] of 8", said[0].read_text()), said[0].read_text()[
-        -3000:
-    ]
+    text = said[0].read_text()
+    assert re.search(r"resumed from the checkpoint of step ([2-9]|1[01]) of 12", text), text[-3000:]
 
 
 def count_steps(metrics: Path) -> int:

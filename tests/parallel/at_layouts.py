@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import problem
+import ranks
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
@@ -31,7 +32,7 @@ def export(model: Path, layout: str, target: Path, store: dist.Store, rank: int)
     parallel = parse_layout(layout, 40).parallel
     if rank >= parallel.ranks:
         return
-    start_process_group(60, SubWorld(parallel.ranks, store, str(target)))
+    start_process_group(ranks.TIMEOUT_S, SubWorld(parallel.ranks, store, str(target)))
     try:
         mesh = build_mesh(parallel, seed=1)
         export_hf(MegatronPolicy(ModelConfig(hf=model, dtype="float32"), parallel, OptimizerConfig(), mesh), target)

@@ -29,7 +29,7 @@ from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.heartbeat import Heartbeat, beats_folder
 from or1_megatron.runtime.signals import StopRequested, is_launched
 
-DEADLINE_S = 6.0
+DEADLINE_S = 10.0
 
 
 def fail(what: str) -> None:

@@ -18,13 +18,10 @@ import gc
 import json
 import os
 import pickle
-import secrets
 import signal
-import socket
 import sys
 import time
 import traceback
-from contextlib import suppress
 from multiprocessing.util import _exit_function
 from pathlib import Path
 from typing import Any
@@ -36,6 +33,7 @@ import torch.distributed as dist
 import torch.nn.attention.bias  # noqa: F401  # torch's compiler with it, which some layouts need
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 from megatron.core import dist_checkpointing  # noqa: F401
+from ports import listen
 
 from or1_megatron.parallel import parity  # noqa: F401
 from or1_megatron.parallel.mesh import start_process_group, stop_process_group
@@ -104,13 +102,6 @@ def finish(job: dict[str, Any], pids: list[int]) -> list[int | str]:
                 os.waitpid(pid, 0)
         time.sleep(0.02)
     return [ends[pid] for pid in pids]
-
-
-def listen() -> socket.socket:
-    """Listen on a port outside the range of ports for connections, so that rank 0 can use it after this socket."""
-    while True:
-        with suppress(OSError):
-            return socket.create_server(("127.0.0.1", 15_000 + secrets.randbelow(15_000)))
 
 
 def run(job: dict[str, Any]) -> None:

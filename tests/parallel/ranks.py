@@ -16,7 +16,7 @@ import pytest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-TIMEOUT_S = 600.0
+TIMEOUT_S = 800.0
 """A hang is reported after this time. No test depends on how long its ranks take."""
 
 _servers: dict[str, subprocess.Popen[str]] = {}

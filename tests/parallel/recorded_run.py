@@ -117,7 +117,7 @@ class Run:
         self.saver = CheckpointSaver(self.policy)
         verbs = rank_verbs(self.policy, self.saver)
         heart = Heartbeat(folder / "beats", f"rank {self.mesh.rank}")
-        self._lockstep = Lockstep(self.mesh, verbs, 60.0, heart)
+        self._lockstep = Lockstep(self.mesh, verbs, 600.0, heart)
         self.rollouts, self.diary = RecordedRollouts(rollouts), Diary()
         self.loop = Loop(
             LoopConfig(

@@ -23,7 +23,7 @@ from or1_megatron.runtime.heartbeat import beats_folder
 
 RANKS = 3
 LOST_TENSOR = "KeyError: 'the tensor that was not there'"
-LATE = "'wait' was not finished after 6 s (cluster.verb_timeout_s)"
+LATE = "'wait' was not finished after 10 s (cluster.verb_timeout_s)"
 
 FAST: dict[str, tuple[list[int | str], set[int], list[str]]] = {
     "raise 1 verb": ([1, 1, 1], {1}, ["rank 1 failed in 'wait'", LOST_TENSOR, "rank 0 lost a peer in 'wait'"]),
@@ -42,7 +42,7 @@ SLOW: dict[str, tuple[list[int | str], set[int], list[str]]] = {
     "stop 0 between": (
         ["stopped", 1, 1],
         {1, 2},
-        ["rank 0) has not answered for 6 s"],
+        ["rank 0) has not answered for 10 s"],
     ),
 }
 
@@ -109,7 +109,7 @@ from or1_megatron.runtime.faults import FaultRecord
 from or1_megatron.runtime.launch import launch
 from or1_megatron.runtime.watchdog import Watchdog
 faults = FaultRecord(Path(sys.argv[2]))
-watchdog = Watchdog(os.getpid(), sys.argv[2], 3.0, faults)
+watchdog = Watchdog(os.getpid(), sys.argv[2], 10.0, faults)
 ended = launch("lockstep_worker", sys.argv[1:], ranks=3, threads_per_rank=1, grace_s=30, watchdog=watchdog)
 print("ended:", ended.code, ended.how)
 """

@@ -91,7 +91,7 @@ def numbers_at(model: ModelConfig, layouts: list[str], samples: list[Sample]) ->
         case = parse_layout(name, LONGEST)
         if rank >= case.parallel.ranks:
             continue
-        start_process_group(60, SubWorld(case.parallel.ranks, store, name))
+        start_process_group(ranks.TIMEOUT_S, SubWorld(case.parallel.ranks, store, name))
         mesh = build_mesh(case.parallel, seed=1)
         batch = pack(samples, batch_layout(case.parallel, read_hf_config(model.hf)))
         found[name] = measure(model, case.parallel, mesh, batch, range(len(samples)), probe_objective("float32"))
@@ -116,7 +116,7 @@ def driven_at(model: ModelConfig, layouts: list[str], samples: list[Sample], fol
 
         policy.update_and_score = seen  # type: ignore[method-assign,assignment]
         saver = CheckpointSaver(policy, asynchronous=False)
-        lockstep = Lockstep(mesh, rank_verbs(policy, saver), 60.0, Heartbeat(folder / name, f"rank {mesh.rank}"))
+        lockstep = Lockstep(mesh, rank_verbs(policy, saver), 600.0, Heartbeat(folder / name, f"rank {mesh.rank}"))
         if mesh.rank == 0:
             batch = pack(samples, batch_layout(parallel, policy.hf))
             received["row_tokens"] = batch.ranks[0][0].token_ids.size

@@ -195,7 +195,7 @@ def test_request_that_exceeds_the_context_is_refused_by_name(engine_pool: Any) -
 
 def test_scores_of_prompts_equal_transformers(tiny_model: TinyModel, engine_pool: Any) -> None:
     sequences = [np.array(ids, dtype=np.int32) for ids in ([5, 9, 30, 1, 1, 0, 12], [7, 8])]
-    scores = engine_pool.control(30.0).score_prompts(sequences)
+    scores = engine_pool.control(240.0).score_prompts(sequences)
     assert len(scores) == 2
     for engine in scores:
         for values, ids in zip(engine, sequences, strict=True):

@@ -36,13 +36,15 @@ PROMPTS = [prompt([2, 5 + index, 27], name=f"problem{index}", answer=f'["{index}
 
 @pytest.fixture(scope="module")
 def shared_client(engine_pool: EnginePool) -> Iterator[RolloutsClient]:
-    client = RolloutsClient(engine_pool, rollout_config(), VerifyConfig(workers=1), frozenset({"math"}), RUN_ID)
+    verify = VerifyConfig(workers=1, timeout_s=60.0)
+    client = RolloutsClient(engine_pool, rollout_config(), verify, frozenset({"math"}), RUN_ID)
     yield client
     client.close()
 
 
 @pytest.fixture
-def rollouts(shared_client: RolloutsClient) -> RolloutsClient:
+def rollouts(shared_client: RolloutsClient, monkeypatch: pytest.MonkeyPatch) -> RolloutsClient:
+    monkeypatch.setattr("or1_megatron.rollout.client._RESPONSES_S", PATIENCE_S)
     shared_client.trained()  # what tests before it have collected
     return shared_client
 
@@ -347,7 +349,7 @@ def test_an_engine_that_no_longer_answers_is_killed(tiny_model: TinyModel, ray_c
     config = rollout_config(engines=1, max_engine_restarts=0)
     pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, run_id, on_cpu=True)
     verify = VerifyConfig(workers=1)
-    client = RolloutsClient(pool, config, verify, frozenset({"math"}), run_id, answer_s=15.0)
+    client = RolloutsClient(pool, config, verify, frozenset({"math"}), run_id, answer_s=25.0)
     pool.wait_ready()
     client.roll_out(PROMPTS, 1, SAMPLING, seed=2)
     assert len(client.collect()[0]) == 5
@@ -355,7 +357,7 @@ def test_an_engine_that_no_longer_answers_is_killed(tiny_model: TinyModel, ray_c
     engine.suspend()
     try:
         client.roll_out(PROMPTS, 1, SAMPLING, seed=3)
-        with pytest.raises(RolloutError, match=r"engine 0 died .*: it gave no answer for 15 s, and was killed"):
+        with pytest.raises(RolloutError, match=r"engine 0 died .*: it gave no answer for 25 s, and was killed"):
             client.collect()
     finally:
         engine.kill()
@@ -376,6 +378,7 @@ def test_an_engine_that_is_given_up_is_dead_for_the_pool_too(ray_cluster: None) 
             return None
 
     engines = [ray.remote(Lives).options(num_cpus=0).remote() for _ in range(2)]
+    ray.get([engine.failure.remote() for engine in engines], timeout=PATIENCE_S)  # they have started
     assert find_lost_engines(engines) == {}
     manager = RolloutManager(engines, 1, VerifyConfig(workers=1), frozenset({"math"}), 60.0)
     manager._call_failed(0, engines[0], ActorUnavailableError("connection reset", None))

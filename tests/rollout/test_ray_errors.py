@@ -23,8 +23,9 @@ import os, signal, sys, time
 how = sys.argv[1]
 import ray
 from ray.exceptions import RayError
-from or1_megatron.rollout import cluster
+from or1_megatron.rollout import cluster, ray_errors
 from or1_megatron.rollout.ray_errors import failure_of
+ray_errors._kernel.new_kills = lambda: 0  # of others' processes, perhaps
 cluster.start_ray(None, "killed")
 
 @ray.remote(num_cpus=0)

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from engine_fixtures import MAX_MODEL_TOKENS, RUN_ID, TinyModel, decode, requests, rollout_config
+from ports import unused_port
 from prometheus_client.parser import text_string_to_metric_families
 from rigs import in_engine
 from vllm.v1.outputs import LogprobsLists
@@ -46,9 +47,7 @@ def drafting(tiny_model: TinyModel, ray_cluster: None) -> Iterator[EnginePool]:
     """
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
     config = rollout_config(engines=1, engine_args={"speculative_config": drafts, "max_num_batched_tokens": 136})
-    with socket.create_server(("", 0)) as free:
-        port = free.getsockname()[1]
-    where = f"{RUN_ID}-drafts"
+    where, port = f"{RUN_ID}-drafts", unused_port()
     pool = EnginePool(config, tiny_model.folder, "float32", MAX_MODEL_TOKENS, where, on_cpu=True, metrics_port=port)
     pool.wait_ready()
     yield pool

@@ -20,7 +20,7 @@ from pathlib import Path
 from or1_megatron.runtime import console
 folder = Path(sys.argv[1])
 logging.basicConfig(filename=folder / "log", level=logging.INFO)
-console._PATIENCE_S = 0.1
+console._PATIENCE_S = float(sys.argv[2])
 console.outlive_console()
 console.native_lines_to(folder / "native")
 os.write(2, b"a frame of C++\\n")
@@ -37,7 +37,8 @@ for _ in range(100):
 
 @pytest.mark.parametrize("how", ["read", "pipe", "full", "closed", "unread", "terminal"])
 def test_a_process_outlives_its_console(how: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    patience_s = PATIENCE_S if how == "read" else 0.1
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(patience_s)]
     read, write = os.openpty() if how == "terminal" else os.pipe()
     if how == "full":
         write = os.open("/dev/full", os.O_WRONLY)

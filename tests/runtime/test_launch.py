@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from waiting import PATIENCE_S, lives, wait_until
 
 from or1_megatron.runtime.launch import _failed, threads_of_rank
+from or1_megatron.runtime.signals import CPP_LOG_LEVEL, QUIET
 
 RANK = """
 import os, signal, subprocess, sys, time
@@ -65,11 +66,12 @@ TWICE = """
 import os, sys
 from pathlib import Path
 from or1_megatron.runtime.faults import FaultRecord
-from or1_megatron.runtime.launch import launch
+from or1_megatron.runtime import launch
 from or1_megatron.runtime.watchdog import Watchdog
+launch._GONE_S = 300.0
 for what in ("exit7", "done"):
     watchdog = Watchdog(os.getpid(), sys.argv[1], 10.0, FaultRecord(Path(sys.argv[1])))
-    ended = launch("or1_test_rank", [sys.argv[1], what], ranks=2, grace_s=5.0, watchdog=watchdog)
+    ended = launch.launch("or1_test_rank", [sys.argv[1], what], ranks=2, grace_s=5.0, watchdog=watchdog)
     print(ended.code, ended.rank_code, ended.how[:6])
     print(watchdog.left_over())
 """
@@ -83,9 +85,8 @@ class Launched:
         self.folder = folder
         path = os.pathsep.join(part for part in (str(folder), os.environ.get("PYTHONPATH", "")) if part)
         command = [sys.executable, "-c", DRIVER, str(folder), what, str(grace_s)]
-        self.process = subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
-        )
+        environment = {**os.environ, "PYTHONPATH": path, CPP_LOG_LEVEL: QUIET}
+        self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
     def wait_up(self) -> None:
         def up() -> bool:

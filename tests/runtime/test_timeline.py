@@ -12,26 +12,29 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 from typer.testing import CliRunner
 
 from or1_megatron.commands.app import app
+from or1_megatron.handoff.transport import status_store
 from or1_megatron.handoff.transport.status_store import compare_clocks, join_store, open_group, open_store
 from or1_megatron.runtime.timeline import VARIABLE
 
 S, AHEAD = 1_000_000_000, 5_000_000_000
 RECORDS = """
 import subprocess, sys, time
-from or1_megatron.runtime.timeline import join, span
+from or1_megatron.runtime.timeline import add, join, span
 with span("before"): time.sleep(0.001)
 join(sys.argv[1])
 if sys.argv[1] == "rank 0": subprocess.run([sys.executable, sys.argv[0], "engine 0"], check=True)
 with span("step", step=1) as seen:
     with span("wait", waits_for="engine 0"): time.sleep(0.01)
-    with span("too short to record"): pass
+    add("too short to record", 0, 10_000)
     seen["tokens"] = 7
 """
 
@@ -53,15 +56,17 @@ def test_what_processes_record(tmp_path: Path) -> None:
 
 
 def test_clocks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1's clock is 5 s ahead."""
-    true_ns, store = time.time_ns, open_store("127.0.0.1", 60)
-    monkeypatch.setattr(time, "time_ns", lambda: true_ns() + AHEAD * (threading.current_thread().name == "ahead_0"))
+    """Rank 1's clock is 5 s ahead, and rank 1 looks up to 3 ns late."""
+    store = open_store("127.0.0.1", 60)
+    clocks = {"rank_0": count(), "ahead_0": (AHEAD + n + n % 4 for n in count())}
+    clock = SimpleNamespace(time_ns=lambda: next(clocks[threading.current_thread().name]))
+    monkeypatch.setattr(status_store, "time", clock)
     with ThreadPoolExecutor(1, "rank") as first, ThreadPoolExecutor(1, "ahead") as second:
         group = first.submit(open_group, store, 0, 2, 60)
         other = second.submit(open_group, join_store("127.0.0.1", store.port, 60), 1, 2, 60)
         first.submit(compare_clocks, group.result(), 2)
         found = second.submit(compare_clocks, other.result(), 2).result()
-    assert abs(found["ahead_ns"] - AHEAD) <= found["within_ns"] < AHEAD
+    assert found == {"ahead_ns": AHEAD + 1, "within_ns": 3}
 
 
 def test_a_step_as_picture_and_trace(tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+from ports import listen
 from prometheus_client.parser import text_string_to_metric_families
 
 from or1_megatron.config.schema import TrackConfig
@@ -296,7 +296,7 @@ def test_what_is_no_tracker_is_refused_at_the_door_with_all_else(
 
 def test_prometheus_reads_the_newest_values() -> None:
     """By its own parser. A metric that a step lacks keeps its value; two names that Prometheus writes alike are one."""
-    with socket.create_server(("", 0)) as taken:
+    with listen() as taken:
         port = taken.getsockname()[1]
         for wrong in (port, 70_000):
             with pytest.raises(UserError, match=f"prometheus_port: '{wrong}' cannot be used: .*needs a free port"):

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from waiting import wait_until
@@ -93,6 +94,7 @@ class Watched:
 @pytest.fixture
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     monkeypatch.setattr(module, "_BUSY_FACTOR", 1.0)
+    monkeypatch.setattr(module, "_LATE_S", 0.8 * HEARTBEAT_S)  # as in life, less than a heartbeat may take
     watched = Watched(tmp_path)
     yield watched
     for child in watched.children.values():
@@ -135,10 +137,14 @@ def test_ends_what_has_stalled_and_nothing_else(watched: Watched) -> None:
 
 def test_a_deadline_ends_with_its_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("or1_megatron.runtime.heartbeat.BEAT_S", 0.01)
-    late: list[float] = []
-    with Heartbeat(tmp_path, "rank 0").within(0.05, lambda: late.append(time.monotonic())):
+    now, late = [0.0], []
+    clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: now[0])
+    monkeypatch.setattr("or1_megatron.runtime.heartbeat.time", clock)
+    with Heartbeat(tmp_path, "rank 0").within(1.0, lambda: late.append(True)):
         pass
-    time.sleep(0.3)
+    now[0] = 2.0
+    (before,) = read_beats(tmp_path)
+    wait_until(lambda: any(beat.alive > before.alive + 1 for beat in read_beats(tmp_path)), "two beats")
     assert late == []
 
 
@@ -149,8 +155,12 @@ def test_leaves_a_starved_process_alone(watched: Watched) -> None:
     try:
         for loop in loops:
             os.sched_setaffinity(loop.pid, {0})
-        watched.look_for(4 * HEARTBEAT_S)
-        assert "(starved)" in watched.line("starved")
+        wait_until(
+            lambda: watched.watchdog.look() or any("(starved)" in line for line in watched.said),
+            "the line",
+            every_s=0.3,
+        )
+        watched.look_for(2 * HEARTBEAT_S)
         assert starved.poll() is None, watched.said
         assert not [fault for fault in watched.faults.read() if fault.kind == "stalled"]
     finally:

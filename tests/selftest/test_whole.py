@@ -24,6 +24,7 @@ ELSEWHERE = {"sleep": "GPU", "train-separate": "GPU"}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(4000)
 def test_whole_on_cpu(tmp_path: Path) -> None:
     """All that CPU can do passes; the rest says why not; figures and report are where they are looked for."""
     # without this session's mark: its last word would take the script's processes for its own

@@ -243,7 +243,7 @@ def test_what_rank_0_finds_ends_both_ranks(
     config = small_config(tmp_path / "run")
     checkpoint = begun(config, tmp_path / "run")
     (checkpoint / "loop.json").write_text("{")
-    status, output = train(config).finish()
+    status, output = train(config).finish(timeout_s=800)
     lines = [line for line in output.strip().splitlines() if not line.endswith(": 6 steps in all")]
     assert status == 2
     assert len(lines) == 1 and lines[0].startswith("or1: error: none of the checkpoints in"), output

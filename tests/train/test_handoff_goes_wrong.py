@@ -62,7 +62,7 @@ def test_bits_that_flip_in_memory_are_found_before_they_train(
         SABOTAGE="memory",
         SABOTAGE_FOLDER=str(tmp_path / "done"),
     )
-    status, output = training.finish()
+    status, output = training.finish(timeout_s=1600)
     assert status == 0, output[-3000:]
     assert {path.name for path in (tmp_path / "done").iterdir()} == {"engine", "batch"}
     assert "engine 0 does not compute what the policy computes" in output

@@ -43,7 +43,7 @@ def test_nothing_in_flight_is_lost_or_doubled(
     ahead = [f"rollout.max_staleness={STALENESS}", "rollout.placement=separate", "rollout.max_engine_restarts=5"]
     few = ["rollout.max_concurrent=4", "stages.1.prompts_per_update=8"]
     steps = ["stages.0.steps=1", f"stages.1.steps={LAST - 1}", "evaluate.data=[]", "evaluate.every_steps=0"]
-    more = ["cluster.heartbeat_s=6", "checkpoint.every_steps=100", "checkpoint.export_hf_every_steps=1"]
+    more = ["cluster.heartbeat_s=10", "checkpoint.every_steps=100", "checkpoint.export_hf_every_steps=1"]
     sabotage = {"SABOTAGE": "in_flight", "SABOTAGE_FOLDER": str(done)}
     training = train(small_config(run), *ahead, *few, *steps, *more, **sabotage)
     status, output = training.finish()

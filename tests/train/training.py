@@ -18,7 +18,7 @@ from or1_megatron.runtime.heartbeat import beats_folder, read_beats
 from or1_megatron.runtime.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 800.0
+PATIENCE_S = 2400.0
 """How long a run, or one of its checkpoints, may take on a busy machine."""
 SABOTAGE = Path(__file__).with_name("sabotage")
 

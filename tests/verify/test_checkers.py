@@ -211,7 +211,7 @@ def test_python_checkers(sandbox: Sandbox) -> None:
 def test_a_checker_that_meets_a_limit(sandbox: Sandbox) -> None:
     """The output is refused when the checker copes with the expected one; else the checker is at fault."""
     programs = CheckerPrograms(sandbox)
-    limits, sandbox.limits = sandbox.limits, replace(sandbox.limits, cpu_s=0.5)
+    limits, sandbox.limits = sandbox.limits, replace(sandbox.limits, cpu_s=1.0)
     try:
         spins = "def check(i, o, a):\n    while o != a: pass\n    return True"
         assert not programs.accepts(parse_checker({"kind": "python", "source": spins}, calls=False), "", b"1", "2")

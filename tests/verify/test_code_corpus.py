@@ -25,8 +25,8 @@ CASES: list[Case] = [(name, "right" if right else "wrong", style, source) for na
 CASES += [(name, "wrong", how, source) for name, how, source in HACKS]
 
 
-def problem(name: str) -> Problem:
-    return Problem("id", name, "code", (Message("user", "q"),), json.dumps(PROBLEMS[name]), {}, "x.jsonl:1")
+def problem(name: str, **more: object) -> Problem:
+    return Problem("id", name, "code", (Message("user", "q"),), json.dumps({**more, **PROBLEMS[name]}), {}, "x.jsonl:1")
 
 
 def opened(tier: SandboxTier) -> CodeVerifier:
@@ -40,10 +40,11 @@ def misjudged(tier: SandboxTier, cases: list[Case]) -> list[tuple[str, ...]]:
     """The cases that are judged otherwise than they were read, by two verifiers at a time."""
 
     def some(cases: list[Case]) -> list[tuple[str, ...]]:
-        verifier = CodeVerifier(VerifyConfig(sandbox=tier))
+        verifier = opened(tier)
         results = []
         for name, expected, style, source in cases:
-            verdict = verifier.verify(problem(name), f"</think>\n```python\n{source}\n```", truncated=False)
+            asked = problem(name, limits={"time_s": 30}) if expected == "right" else problem(name)
+            verdict = verifier.verify(asked, f"</think>\n```python\n{source}\n```", truncated=False)
             if (verdict.status, verdict.reward) != (expected, float(expected == "right")):
                 results.append((name, expected, style, verdict.status, verdict.detail, source))
         verifier.close()

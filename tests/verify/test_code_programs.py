@@ -116,7 +116,7 @@ DISHONEST: dict[str, tuple[str, str]] = {
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[CodeVerifier]:
-    made = CodeVerifier(VerifyConfig())
+    made = CodeVerifier(VerifyConfig(timeout_s=30.0))
     yield made
     made.close()
 

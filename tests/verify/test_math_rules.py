@@ -106,7 +106,7 @@ def test_nothing_but_unreadable_is_raised_for_garbage() -> None:
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[MathVerifier]:
-    made = MathVerifier(timeout_s=10.0)
+    made = MathVerifier(timeout_s=60.0)
     yield made
     made.close()
 

