@@ -155,7 +155,8 @@ def _patient_start() -> Iterator[None]:
                     raise
 
     services.get_node, node.start_raylet = registered, with_port_files
-    parameters.RayParams = lambda **options: ray_params(**options | ports)
+    # One node scales nothing, and no driver prints logs: the processes for both would only take time.
+    parameters.RayParams = lambda **options: ray_params(**options | ports, include_log_monitor=False, no_monitor=True)
     try:
         yield
     finally:

@@ -89,7 +89,9 @@ def handed_off(pool: Any, model: Any) -> Iterator[tuple[Any, Any]]:
     pool.close()
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", *(pytest.param(n, marks=pytest.mark.slow) for n in MIXTURES if n != "gpt_oss")]
+)
 def test_mixtures_compute_what_was_sent(name: str, tiny_model: TinyModel, ray_cluster: None, tmp_path: Any) -> None:
     """Correction biases and the factors that engines make of latents' weights change, too."""
     tensor, changes = MIXTURES[name]
